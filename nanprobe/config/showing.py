@@ -33,13 +33,14 @@ def show_config(config: Config) -> str:
         origin = config.origins.get(key) or _FOLLOWS.get(key, "default")
         if key == "train" and config.settings.train is None:
             origin = "default: true when a loss or `backward: true` is given, else false"
+        flow = None if isinstance(value, dict | list) else False
         text = yaml.dump(
             {key: value},
             Dumper=ConfigDumper,
             sort_keys=False,
             allow_unicode=True,
             width=10_000,
-            default_flow_style=None,
+            default_flow_style=flow,
         )
         first, *rest = text.rstrip("\n").split("\n")
         lines += [f"{first}  # {origin}", *rest]
