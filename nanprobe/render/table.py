@@ -1,0 +1,169 @@
+"""The table format: the verdict in a sentence, the side-by-side table, and what to look at next, for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tabulate import tabulate
+
+from nanprobe.records import ReplayReport
+from nanprobe.render import columns, sections
+from nanprobe.render.columns import LAYOUTS, Layout
+from nanprobe.render.ink import Ink
+from nanprobe.render.lookup import candidates
+from nanprobe.render.names import neutral, shortened_path
+from nanprobe.render.options import Options
+from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Note, Shown, fold_words, select
+from nanprobe.render.sentences import headline, precision_lines, reasons
+from nanprobe.render.style import Style
+
+__all__ = ["table"]
+
+_NARROWEST = 40
+_COMFORTABLE_NAME = 30
+_SHORTEST_NAME = 12
+_TONES = {"precision": "bad", "not-precision": "bad", "inconclusive": "unsure", "clean": "good"}
+
+
+def table(report: ReplayReport, options: Options) -> str:
+    """Return the report as text for a terminal of ``options.width`` columns."""
+    ink, style, width = Ink(), Style(color=options.color), max(options.width, _NARROWEST)
+    items = select(report, ink, verbose=options.verbose)
+    folded = any(isinstance(item, Fold) for item in items)
+    blocks = [
+        _painted(style, _TONES.get(report.verdict, ""), _wrapped(headline(report, ink), width)),
+        _precision_block(report, ink, style, width),
+    ]
+    if paragraphs := reasons(report, ink):
+        blocks.append([line for paragraph in paragraphs for line in _wrapped(paragraph, width)])
+    if items:
+        blocks.append(_table_block(report, items, style, width))
+    for title, lines in (
+        ("Gradients", sections.gradients(report, ink, verbose=options.verbose)),
+        ("Also found", sections.findings(report, ink, verbose=options.verbose)),
+        ("What to look at next", sections.next_steps(report, ink, folded=folded)),
+    ):
+        if lines:
+            blocks.append([style.paint("title", title)] + [part for line in lines for part in _bullet(line, width)])
+    facts = [("Coverage", sections.coverage(report, ink, verbose=options.verbose))]
+    facts += [("Not measured", line) for line in sections.not_measured(report, ink, verbose=options.verbose)]
+    facts.append(("Replayed", sections.conditions(report, ink, verbose=options.verbose)))
+    if options.verbose:
+        facts.append(("Time", sections.timings(report, ink)))
+    blocks.append([part for name, fact in facts if fact for part in _wrapped(f"{name}: {fact}", width, indent="  ")])
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _precision_block(report: ReplayReport, ink: Ink, style: Style, width: int) -> list[str]:
+    lines = precision_lines(report, ink)
+    names = max(len(neutral(line.precision)) for line in lines)
+    verdicts = max(len(line.verdict) for line in lines)
+    block = []
+    for line in lines:
+        start = f"  {neutral(line.precision):<{names}}  {line.verdict:<{verdicts}}  "
+        wrapped = _wrapped(start + line.details, width, indent=" " * len(start))
+        block += _painted(style, line.tone, [part.rstrip() for part in wrapped])
+    return block
+
+
+def _table_block(report: ReplayReport, items: list[Item], style: Style, width: int) -> list[str]:
+    shown = [item for item in items if isinstance(item, Shown)]
+    layout = _fitting(report, shown, width)
+    lines = _drawn(report, shown, layout, max(_room(report, shown, layout, width), _SHORTEST_NAME)) if shown else []
+    block = [style.paint("title", line) for line in lines[:2]]
+    body = iter(lines[2:])
+    for item in items:
+        match item:
+            case Shown(_, mark):
+                block.append(style.paint("bad" if mark == CULPRIT else "unsure" if mark == ALSO else "", next(body)))
+            case Fold(rows):
+                block += _painted(
+                    style, "dim", _wrapped(f"    ... {fold_words(report, rows)}", width, indent="        ")
+                )
+            case Note(text, mark):
+                block += _painted(style, "bad", _wrapped(f"{mark}  {text}", width, indent="    "))
+    return block + _painted(style, "dim", _legend(report, items, layout, width))
+
+
+def _fitting(report: ReplayReport, shown: list[Shown], width: int) -> Layout:
+    """Return the richest layout that leaves the module paths room."""
+    longest = max((len(neutral(columns.module_cell(item.row))) for item in shown), default=0)
+    for layout in LAYOUTS:
+        if layout.local and not _has_local(report, shown):
+            continue
+        if _room(report, shown, layout, width) >= min(longest, _COMFORTABLE_NAME):
+            return layout
+    return LAYOUTS[-1]
+
+
+def _room(report: ReplayReport, shown: list[Shown], layout: Layout, width: int) -> int:
+    """Return how many characters the other columns leave for the module's path."""
+    title = len("module")
+    taken = max(len(line) for line in _drawn(report, shown, layout, title)) - title
+    return width - taken
+
+
+def _drawn(report: ReplayReport, shown: list[Shown], layout: Layout, name_width: int) -> list[str]:
+    """Return the table's lines: two of header, then one for each row."""
+    ink = Ink()
+    body = [
+        [
+            item.mark,
+            shortened_path(neutral(columns.module_cell(item.row)), name_width),
+            *columns.cells(report, item.row, layout, ink),
+        ]
+        for item in shown
+    ]
+    titles = ["", *columns.headers(report, layout)]
+    left = 3 if layout.type_width else 2
+    align = ["left"] * left + ["right"] * (len(titles) - left)
+    # The titles go in as a row of their own: tabulate widens a column by two characters for a proper header.
+    widths = [max(len(line[column]) for line in [titles, *body]) for column in range(len(titles))]
+    rules = ["-" * width for width in [max(widths[0], len(CULPRIT)), *widths[1:]]]
+    text = tabulate([titles, rules, *body], tablefmt="plain", disable_numparse=True, colalign=align)
+    return [line.rstrip() for line in text.split("\n")]
+
+
+def _has_local(report: ReplayReport, shown: list[Shown]) -> bool:
+    return any(
+        measure.local_error is not None
+        for item in shown
+        for name in candidates(report)
+        if (measure := item.row.precisions.get(name)) is not None
+    )
+
+
+def _legend(report: ReplayReport, items: list[Item], layout: Layout, width: int) -> list[str]:
+    """Return what the marks and columns that occur in this table mean."""
+    shown = [item for item in items if isinstance(item, Shown)]
+    marks = {item.mark for item in items if not isinstance(item, Fold)}
+    parts = []
+    if CULPRIT in marks:
+        parts.append(f"{CULPRIT} goes wrong first")
+    if ALSO in marks:
+        parts.append(f"{ALSO} goes wrong on its own too, or absorbs")
+    if any(item.row.visit for item in shown):
+        parts.append("#n the visit of a module that is called again, from #0")
+    if any(item.row.phase == "backward" for item in shown):
+        parts.append("grad the gradient of a visit's outputs")
+    if shown:
+        reference = report.reference.upper()
+        parts.append(f"err: relative error against {reference}" if layout.merged else f"rel.err against {reference}")
+        if "bits" in columns.headers(report, layout):
+            parts.append("bits of headroom below the format's largest value")
+    return _wrapped("    " + "; ".join(parts), width, indent="    ")
+
+
+def _bullet(line: str, width: int) -> list[str]:
+    return _wrapped(f"  - {line}", width, indent="    ")
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return ``text`` in lines of at most ``width``; names are never broken, so that they can be copied."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    ) or [""]
+
+
+def _painted(style: Style, tone: str, lines: list[str]) -> list[str]:
+    return [style.paint(tone, line) for line in lines]

@@ -1,0 +1,244 @@
+"""What every format promises: honest numbers, one line a visit, nothing hidden, and no power to names from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanprobe.errors import UsageError
+from nanprobe.records import ReplayReport, VisitRow
+from nanprobe.render import FORMATS, numbers, render
+from nanprobe.render.ink import Ink
+from nanprobe.render.names import neutral, one_line, shortened, shortened_path
+from nanprobe.render.rows import Fold, Shown, fold_words, select
+from nanprobe.serialize import from_dict
+from tests.render.reports import STORIES, WEIRD, clean, deep, fp16_overflow, nan_in_batch, own_code, weird_names
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def test_the_formats_are_those_that_exist() -> None:
+    assert FORMATS[0] == "table"
+    for name in FORMATS:
+        assert render(clean(), name).endswith("\n")
+    with pytest.raises(UsageError, match="no format 'html'; the formats are table, json, markdown"):
+        render(clean(), "html")
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_saved_report_is_shown_as_the_one_that_was_made(name: str) -> None:
+    report = STORIES[name]()
+    saved = from_dict(json.loads(render(report, "json")))
+    for format in ("table", "markdown"):
+        assert render(saved, format, verbose=True) == render(report, format, verbose=True)
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_colour_only_adds_escapes(name: str) -> None:
+    report = STORIES[name]()
+    plain, coloured = render(report), render(report, color=True)
+    assert "\x1b" not in plain
+    assert ESCAPE.search(coloured)
+    assert ESCAPE.sub("", coloured) == plain
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 200])
+@pytest.mark.parametrize("name", sorted(set(STORIES) - {"weird-names"}))
+def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:
+    for verbose in (False, True):
+        for line in render(STORIES[name](), width=width, verbose=verbose).split("\n"):
+            assert len(line) <= width
+
+
+def test_a_width_of_nothing_still_shows_a_table() -> None:
+    assert ">>" in render(fp16_overflow(), width=1)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize("name", STORIES)
+def test_every_visit_is_shown_or_counted_once_and_in_order(name: str, verbose: bool) -> None:
+    report = STORIES[name]()
+    rows: list[VisitRow] = []
+    for item in select(report, Ink(), verbose=verbose):
+        match item:
+            case Shown(row, _):
+                rows.append(row)
+            case Fold(folded):
+                assert not verbose
+                assert sum(
+                    int(n) for n in re.findall(r"(\d+) (?:visit|gradient)s?\b", fold_words(report, folded))
+                ) == len(folded)
+                rows += folded
+    assert tuple(rows) == report.modules
+
+
+def test_verbose_shows_every_visit_and_the_time_by_stage() -> None:
+    report = deep()
+    text = render(report, width=200, verbose=True)
+    assert "visits clean" not in text
+    for row in report.modules:
+        assert (row.module or "(root)") in text
+    assert "Time: import 1.25 s, load 31 ms" in text
+    assert "Time:" not in render(report, width=200)
+
+
+def test_the_culprit_is_marked_by_a_word_and_keeps_two_rows_around_it() -> None:
+    lines = render(fp16_overflow(), width=140).split("\n")
+    at = next(at for at, line in enumerate(lines) if line.startswith(">>"))
+    assert "encoder.layer.3.output.dense" in lines[at]
+    assert "encoder.layer.3.norm" in lines[at - 2]
+    assert "encoder.layer.3.intermediate" in lines[at - 1]
+    assert "encoder.layer.3.output.norm" in lines[at + 1]
+    assert "visits clean" in lines[at - 3]
+
+
+def test_the_parents_own_code_stands_between_its_children() -> None:
+    lines = render(own_code(), width=140).split("\n")
+    at = next(at for at, line in enumerate(lines) if line.startswith(">>"))
+    assert "own code of layers.1.mlp, between up_proj and down_proj" in lines[at]
+    assert "up_proj" in lines[at - 1]
+    assert "down_proj" in lines[at + 1]
+
+
+def test_verdict_names_place_count_and_limit() -> None:
+    first = render(fp16_overflow(), width=300).split("\n")[0]
+    assert first == (
+        "fp16 overflows in encoder.layer.3.output.dense (Linear): 97 of 159,744 elements are Inf where FP32 reaches "
+        "1.9e5 (fp16's largest is 65504), first at [0, 17, 212], in samples 0, 2."
+    )
+
+
+def test_what_was_in_the_batch_is_no_precisions_fault() -> None:
+    first = render(nan_in_batch(), width=300).split("\n")[0]
+    assert "NaN was already in the batch" in first
+    assert "field x: 3 of 2,048 elements, first at [1, 0, 7], in sample 1" in first
+    assert "No precision is to blame" in first
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_names_from_outside_have_no_power(format: str) -> None:
+    text = render(weird_names(), format, verbose=True)
+    for character in text:
+        assert character == "\n" or unicodedata.category(character)[0] != "C"
+    if format == "markdown":
+        outside_code = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
+        assert "<" not in outside_code.replace("\\<", "")
+        assert "@" not in outside_code
+
+
+def test_every_row_of_a_markdown_table_has_the_same_number_of_cells() -> None:
+    for story in STORIES.values():
+        rows = [line for line in render(story(), "markdown", verbose=True).split("\n") if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+def test_a_damaged_but_readable_report_is_still_shown() -> None:
+    report = fp16_overflow()
+    odd = dataclasses.replace(
+        report,
+        verdict="unheard-of",
+        modules=(),
+        conditions={"mode": 3, "loss_scale": {}, "train": None},
+        subject={"config": ["x"]},
+        timings={},
+    )
+    for format in FORMATS:
+        assert render(odd, format, verbose=True)
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=500)
+@given(FINITE)
+def test_a_number_reads_as_zero_only_when_it_is_zero(value: float) -> None:
+    for write in (numbers.magnitude, numbers.bits, numbers.loss):
+        assert (float(write(value)) == 0) == (value == 0), write
+    assert (float(numbers.error(abs(value))) == 0) == (value == 0)
+
+
+@settings(max_examples=500)
+@given(st.floats(min_value=1e-30, max_value=1e30))
+def test_a_number_is_close_to_what_is_written(value: float) -> None:
+    assert math.isclose(float(numbers.magnitude(value)), value, rel_tol=0.0051)
+    assert math.isclose(float(numbers.loss(value)), value, rel_tol=0.0001)
+    assert math.isclose(float(numbers.error(value)), value, rel_tol=0.051)
+
+
+def test_numbers_read_as_people_write_them() -> None:
+    written = {
+        0.42: "0.42",
+        31.0: "31",
+        65504.0: "65504",
+        65519.4: "65519",
+        190212.0: "1.9e5",
+        1e-4: "1e-4",
+        999.7: "1000",
+    }
+    assert {value: numbers.magnitude(value) for value in written} == written
+    assert [numbers.error(value) for value in (0, 2.1e-4, 0.7231, 0.96, 42.0, 1e6)] == [
+        "0",
+        "2.1e-4",
+        "7.2e-1",
+        "0.96",
+        "42",
+        "1.0e6",
+    ]
+    assert [numbers.bits(value) for value in (0.0, 0.04, -0.62, 12.44)] == ["0", "0.04", "-0.6", "12.4"]
+    for write in (numbers.magnitude, numbers.error, numbers.bits, numbers.loss):
+        assert [write(value) for value in (math.nan, math.inf, -math.inf, None)] == ["NaN", "Inf", "-Inf", "-"]
+    assert numbers.of(97, 49152) == "97 of 49,152 elements"
+    assert numbers.of(12, 12) == "all 12 elements"
+    assert numbers.of(1, 1) == "the only element"
+    assert numbers.kinds(90, 0, 7) == "90 NaN, 7 -Inf"
+
+
+@given(st.text(max_size=60), st.integers(min_value=5, max_value=40))
+def test_a_shortened_name_fits_and_keeps_its_tail(text: str, width: int) -> None:
+    for shorten in (shortened, shortened_path):
+        short = shorten(text, width)
+        assert len(short) <= width
+        assert len(text) > width or short == text
+    if len(text) > width:
+        assert shortened(text, width).endswith(text[-2:])
+
+
+def test_a_shortened_path_keeps_the_numbers_that_tell_layers_apart() -> None:
+    path = "transformer.decoder.blocks.40.feed_forward.output_projection"
+    assert shortened_path(path, 30) == "t.d.b.40.f.output_projection"
+    assert shortened_path("grad " + path, 35) == "grad t.d.b.40.f.output_projection"
+
+
+@given(st.text(max_size=40))
+def test_neutral_text_is_printable_and_plain_text_is_left_alone(text: str) -> None:
+    assert neutral(text).isprintable()
+    assert one_line(text).isprintable()
+    assert not text.isprintable() or neutral(text) == text
+
+
+def test_a_weird_name_is_spelled_out() -> None:
+    assert neutral(WEIRD) == "layers.\\x1b[31mred\\x1b[0m|<script>alert(1)</script>`tick`\\n\\u202eback"
+
+
+def report_with_states(*states: str) -> ReplayReport:
+    report = deep()
+    rows = tuple(
+        dataclasses.replace(
+            row, precisions={**row.precisions, "fp16": dataclasses.replace(row.precisions["fp16"], state=state)}
+        )
+        for row, state in zip(report.modules, states, strict=False)
+    )
+    return dataclasses.replace(report, modules=rows + report.modules[len(rows) :])
+
+
+def test_a_fold_never_says_clean_of_a_run_that_is_not() -> None:
+    text = render(report_with_states("diverged"), width=140)
+    assert "fp16 1 diverged, 118 clean; bf16 clean" in text
+    assert "119 visits clean" not in text
