@@ -20,6 +20,7 @@ ROWS: dict[str, int] = {
     "formats": 0,
     "catalogue": 0,
     "nearest": 0,
+    "out_of_memory": 0,
     "progress": 0,
     "exit_codes": 0,
     "version": 0,
@@ -56,7 +57,7 @@ FORBIDDEN = {("diagnose", "replay"), ("replay", "capture"), ("replay", "integrat
 """Allowed by row, but not wanted: diagnosis works on records, and a replay does not know who captures."""
 
 TORCH_FREE = {
-    "errors", "records", "formats", "catalogue", "nearest", "progress", "exit_codes", "version",
+    "errors", "records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes", "version",
     "config", "serialize", "render", "cli", "_console", "__main__", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""

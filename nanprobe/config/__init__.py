@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nanprobe.config.loading import find_config, load_config
 from nanprobe.config.overrides import Overrides, apply_overrides
-from nanprobe.config.showing import show_config
+from nanprobe.config.showing import config_document, show_config
 from nanprobe.config.specs import (
     BatchSpec,
     CheckpointSpec,
@@ -36,6 +36,7 @@ __all__ = [
     "Tolerance",
     "TransformersSpec",
     "apply_overrides",
+    "config_document",
     "find_config",
     "load_config",
     "show_config",

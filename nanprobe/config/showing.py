@@ -13,7 +13,7 @@ import yaml
 from nanprobe.config.document import ConfigDumper
 from nanprobe.config.specs import Config, Tolerance
 
-__all__ = ["show_config"]
+__all__ = ["config_document", "show_config"]
 
 _FOLLOWS = {
     "checkpoint": "default: the weights that the model is built with",
@@ -30,9 +30,6 @@ def show_config(config: Config) -> str:
     """Return the resolved config as YAML text with the origin of each value, ending in a newline."""
     lines = [f"# {config.source}" if config.source is not None else "# no config file"]
     for key, value in _values(config).items():
-        origin = config.origins.get(key) or _FOLLOWS.get(key, "default")
-        if key == "train" and config.settings.train is None:
-            origin = "default: true when a loss or `backward: true` is given, else false"
         flow = None if isinstance(value, dict | list) else False
         text = yaml.dump(
             {key: value},
@@ -43,8 +40,24 @@ def show_config(config: Config) -> str:
             default_flow_style=flow,
         )
         first, *rest = text.rstrip("\n").split("\n")
-        lines += [f"{first}  # {origin}", *rest]
+        lines += [f"{first}  # {_origin(config, key)}", *rest]
     return "\n".join(lines) + "\n"
+
+
+def config_document(config: Config) -> dict[str, Any]:
+    """Return the resolved config and the origin of each value as a document that JSON can hold."""
+    values = _values(config)
+    return {
+        "source": None if config.source is None else str(config.source),
+        "config": values,
+        "origins": {key: _origin(config, key) for key in values},
+    }
+
+
+def _origin(config: Config, key: str) -> str:
+    if key == "train" and config.settings.train is None:
+        return "default: true when a loss or `backward: true` is given, else false"
+    return config.origins.get(key) or _FOLLOWS.get(key, "default")
 
 
 def _values(config: Config) -> dict[str, Any]:

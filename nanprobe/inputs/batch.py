@@ -21,6 +21,7 @@ from nanprobe.errors import UsageError
 from nanprobe.inputs.bundle import Bundle, is_bundle, open_bundle
 from nanprobe.inputs.factories import import_folder, one_line
 from nanprobe.nearest import suggestion
+from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["LoadedBatch", "load_batch"]
 
@@ -170,8 +171,6 @@ def _read_pickle(path: Path, trust_pickle: bool, folder: Path | None) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
         with import_folder(folder or path.parent):
             return torch.load(path, map_location="cpu", weights_only=False)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except (ModuleNotFoundError, AttributeError, ImportError) as error:
         raise UsageError(f"batch: {path} needs a class that cannot be imported: {one_line(error)}") from error
     except pickle.UnpicklingError as error:
@@ -184,6 +183,8 @@ def _read_pickle(path: Path, trust_pickle: bool, folder: Path | None) -> Any:
         ) from None
     except Exception as error:
         # torch.load lets through whatever a damaged file makes it stumble over: RuntimeError, EOFError, KeyError, ...
+        if is_out_of_memory(error):
+            raise
         raise UsageError(f"batch: {path} is truncated or damaged: {one_line(error, 160)}") from error
 
 

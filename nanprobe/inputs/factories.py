@@ -20,10 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import torch
-
 from nanprobe.errors import NanprobeError, UsageError
 from nanprobe.nearest import suggestion
+from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["call_factory", "import_folder", "one_line", "raised_in_user_code", "resolve"]
 
@@ -160,7 +159,7 @@ def _check_keywords(target: Callable[..., Any], kwargs: Mapping[str, Any], key: 
 
 def _reraise(error: BaseException, doing: str) -> NoReturn:
     """Raise the user's error as one line, or as it is where it is no mistake in the user's code."""
-    if isinstance(error, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError | NanprobeError):
+    if isinstance(error, KeyboardInterrupt | NanprobeError) or is_out_of_memory(error):
         raise error
     if isinstance(error, SystemExit):
         raise UsageError(f"{doing} ended the program (sys.exit) instead of returning") from error

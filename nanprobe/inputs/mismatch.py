@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanprobe.inputs.call import Call
 from nanprobe.inputs.factories import one_line
 from nanprobe.numerics.tree import named_tensors
+from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["explain_forward_error"]
 
@@ -45,7 +46,7 @@ def explain_forward_error(
         return _missing_key(error, call)
     if not isinstance(error, IndexError | RuntimeError | ValueError | TypeError | AssertionError):
         return None
-    if isinstance(error, torch.OutOfMemoryError | NotImplementedError):
+    if isinstance(error, NotImplementedError) or is_out_of_memory(error):
         return None
     message = str(error)
     if isinstance(error, IndexError | RuntimeError) and _OUT_OF_RANGE.search(message):

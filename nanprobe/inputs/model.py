@@ -6,6 +6,7 @@ numbers does not shift the weights. Weights of a checkpoint are loaded elsewhere
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from nanprobe.errors import NanprobeError, UsageError
 from nanprobe.inputs.factories import call_factory, import_folder, one_line, raised_in_user_code, resolve
 from nanprobe.inputs.rng import seed_all
 from nanprobe.nearest import suggestion
+from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["build_model"]
 
@@ -74,9 +76,9 @@ def _from_transformers(spec: TransformersSpec, seed: int, with_weights: bool) ->
             )
             build = getattr(model_class, "from_config", None) or model_class._from_config
             model = build(config, **_dtype_argument(library), **unused)
-    except (MemoryError, torch.OutOfMemoryError, NanprobeError):
-        raise
     except Exception as error:
+        if isinstance(error, NanprobeError) or is_out_of_memory(error):
+            raise
         raise UsageError(f"`{key}`: {spec.class_} raised {one_line(error)}{raised_in_user_code(error)}") from error
     if isinstance(model, nn.Module):
         return model
@@ -86,12 +88,11 @@ def _from_transformers(spec: TransformersSpec, seed: int, with_weights: bool) ->
 def _library() -> ModuleType:
     """Return the transformers library, which is needed only by configs that name it."""
     try:
-        import transformers
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise UsageError(
             f"`model.transformers`: the package transformers cannot be imported: {one_line(error)}"
         ) from None
-    return transformers
 
 
 def _class(library: ModuleType, name: str) -> Any:

@@ -1,0 +1,110 @@
+"""The command line: parses, runs a command, and turns whatever happens into one line and the right exit code.
+
+Typer ends with code 1 on an exception and on a closed pipe, and 1 means "findings" here; so its errors are taken out of
+its hands (``standalone_mode=False``) and mapped in :func:`main`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from nanprobe._console.terminal import discard_stdout, one_line, say, write_stdout
+from nanprobe.cli.app import app
+from nanprobe.errors import Interrupted, NanprobeError, UsageError
+from nanprobe.exit_codes import INCOMPLETE, INTERRUPTED, OK, UNUSABLE
+from nanprobe.nearest import nearest
+from nanprobe.out_of_memory import is_out_of_memory
+from nanprobe.records import SCHEMA_VERSION
+from nanprobe.version import __version__
+
+__all__ = ["entry_point", "main"]
+
+_BUILT = ("replay", "compare-precisions", "render")
+_NOT_BUILT = ("scan-checkpoint", "scan-batch", "isolate", "remedy", "diff-checkpoints", "explain")
+
+
+def entry_point() -> None:
+    """Run the command line of this process and exit with its code."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line with these arguments and return its exit code; never raises."""
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        return _dispatch(list(arguments), command)
+    except KeyboardInterrupt:
+        return _fail(arguments, command, Interrupted("interrupted"), INTERRUPTED)
+    except BrokenPipeError:
+        discard_stdout()
+        return OK
+    except NanprobeError as error:
+        return _fail(arguments, command, error, error.exit_code)
+    except typer.TyperException as error:
+        return _fail(arguments, command, error, UNUSABLE, error.format_message())
+    except Exception as error:
+        if is_out_of_memory(error):
+            text = f"out of memory: {error}" if str(error) else "out of memory"
+            return _fail(arguments, command, error, INCOMPLETE, f"{text}; try a smaller batch or fewer precisions")
+        text = f"internal error: {type(error).__name__}: {error} (--debug shows the traceback)"
+        return _fail(arguments, command, error, INCOMPLETE, text)
+
+
+def _dispatch(arguments: list[str], command: str | None) -> int:
+    if not arguments:
+        _run(["--help"])
+        return UNUSABLE
+    if arguments[0] in _NOT_BUILT:
+        say(f"nanprobe: {arguments[0]} is not built yet")
+        if _wants_json(arguments):
+            _print_error_document(command, UNUSABLE, f"{arguments[0]} is not built yet")
+        return UNUSABLE
+    if not arguments[0].startswith("-") and arguments[0] not in _BUILT:
+        close = nearest(arguments[0], _BUILT)
+        hint = f"; did you mean `{close}`?" if close else f"; there are {', '.join(_BUILT)}"
+        raise UsageError(f"no such command '{arguments[0]}'{hint}")
+    return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    code = typer.main.get_command(app).main(args=arguments, prog_name="nanprobe", standalone_mode=False)
+    return code if isinstance(code, int) else OK
+
+
+def _fail(
+    arguments: Sequence[str], command: str | None, error: BaseException, code: int, text: str | None = None
+) -> int:
+    """Say what went wrong: a traceback with --debug, one line on stderr, a document on stdout where JSON was asked."""
+    if "--debug" in arguments and sys.stderr is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    message = one_line(text if text is not None else str(error)) or type(error).__name__
+    say("nanprobe: interrupted" if code == INTERRUPTED else f"nanprobe: error: {message}")
+    if _wants_json(arguments):
+        _print_error_document(command, code, message)
+    return code
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Tell from the bare words whether JSON was asked for, since parsing them may be what failed."""
+    words = list(arguments)
+    return "--json" in words or "--format=json" in words or ("--format", "json") in itertools.pairwise(words)
+
+
+def _print_error_document(command: str | None, code: int, message: str) -> None:
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "tool": {"name": "nanprobe", "version": __version__},
+        "command": command,
+        "exit_code": code,
+        "error": message,
+    }
+    try:
+        write_stdout(json.dumps(document, indent=2) + "\n")
+    except OSError:
+        discard_stdout()

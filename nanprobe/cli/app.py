@@ -1,0 +1,179 @@
+"""The commands. Each turns its flags into a config and output plan, calls the pipeline, and delivers the report.
+
+Everything heavy is imported inside the commands, after the config was read and the outputs were checked: a mistake in
+either is reported before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanprobe.cli import options
+from nanprobe.cli.outputs import plan_outputs, print_text
+from nanprobe.cli.running import Flags, one_precision, run, several_precisions
+from nanprobe.version import __version__
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="nanprobe",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print_text(f"nanprobe {__version__}\n")
+        raise typer.Exit(0)
+
+
+@app.callback(epilog="Exit codes: 0 clean, 1 findings, 2 unusable input, 3 could not complete, 130 interrupted.")
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Replay a saved batch in FP32, FP16 and BF16 side by side and name the first place where one goes bad."""
+
+
+@app.command(short_help="One precision beside the FP32 reference.")
+def replay(
+    config: options.ConfigFile = None,
+    dtype: options.Dtype = "fp16",
+    checkpoint: options.Checkpoint = None,
+    batch: options.Batch = None,
+    mode: options.Mode = None,
+    autocast_policy: options.AutocastPolicy = None,
+    backward: options.Backward = None,
+    loss_scale: options.LossScale = None,
+    device: options.Device = None,
+    seed: options.Seed = None,
+    no_trace: options.NoTrace = False,
+    no_local_error: options.NoLocalError = False,
+    show_config: options.ShowConfig = False,
+    trust_pickle: options.TrustPickle = False,
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Replay one saved batch in one precision beside the FP32 reference (fp32 beside FP64).
+
+    Example: nanprobe replay --batch bad.pt --dtype fp16
+    """
+    started = time.perf_counter()
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    return run(
+        "replay",
+        one_precision(dtype),
+        Flags(
+            config=config,
+            checkpoint=checkpoint,
+            batch=batch,
+            mode=mode,
+            autocast_policy=autocast_policy,
+            backward=backward,
+            loss_scale=loss_scale,
+            device=device,
+            seed=seed,
+            local_error=not no_local_error,
+            show_config=show_config,
+            trust_pickle=trust_pickle,
+        ),
+        outputs,
+        started=started,
+    )
+
+
+@app.command(short_help="FP32, FP16 and BF16 side by side.")
+def compare_precisions(
+    config: options.ConfigFile = None,
+    dtypes: options.Dtypes = "fp32,fp16,bf16",
+    checkpoint: options.Checkpoint = None,
+    batch: options.Batch = None,
+    mode: options.Mode = None,
+    autocast_policy: options.AutocastPolicy = None,
+    backward: options.Backward = None,
+    loss_scale: options.LossScale = None,
+    device: options.Device = None,
+    seed: options.Seed = None,
+    no_trace: options.NoTrace = False,
+    no_local_error: options.NoLocalError = False,
+    show_config: options.ShowConfig = False,
+    trust_pickle: options.TrustPickle = False,
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Replay the same batch in FP32, FP16 and BF16 side by side; one table, one first culprit per precision.
+
+    Example: nanprobe compare-precisions --config runs/nanprobe.yaml -o report.json -o -
+    """
+    started = time.perf_counter()
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    return run(
+        "compare-precisions",
+        several_precisions(dtypes),
+        Flags(
+            config=config,
+            checkpoint=checkpoint,
+            batch=batch,
+            mode=mode,
+            autocast_policy=autocast_policy,
+            backward=backward,
+            loss_scale=loss_scale,
+            device=device,
+            seed=seed,
+            local_error=not no_local_error,
+            show_config=show_config,
+            trust_pickle=trust_pickle,
+        ),
+        outputs,
+        started=started,
+    )
+
+
+@app.command(short_help="Show a saved report again.")
+def render(
+    report: Annotated[str, typer.Argument(metavar="REPORT.json", help="A report that -o report.json wrote.")],
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Show a saved report again in another format, without torch; the exit code is that of the report.
+
+    Example: nanprobe render report.json --format markdown
+    """
+    from nanprobe.serialize import load_report
+
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    source = Path(report)
+    outputs.check([source])
+    return outputs.deliver(load_report(source))

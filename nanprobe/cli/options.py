@@ -1,0 +1,98 @@
+"""The options of the commands, each said once; a command lists those it has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "AutocastPolicy",
+    "Backward",
+    "Batch",
+    "Checkpoint",
+    "Color",
+    "ConfigFile",
+    "Debug",
+    "Device",
+    "Dtype",
+    "Dtypes",
+    "FailOn",
+    "Format",
+    "Json",
+    "LossScale",
+    "Mode",
+    "NoLocalError",
+    "NoTrace",
+    "Output",
+    "Quiet",
+    "Seed",
+    "ShowConfig",
+    "TrustPickle",
+    "Verbose",
+]
+
+
+ConfigFile = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="Config file; default: nanprobe.yaml, then nanprobe.yml, here."),
+]
+Checkpoint = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="PATH", help="Weights to load; beats the config.")
+]
+Batch = Annotated[str | None, typer.Option("--batch", metavar="PATH", help="Saved batch; beats the config.")]
+Mode = Annotated[
+    str | None,
+    typer.Option("--mode", metavar="autocast|cast", help="autocast as in mixed-precision training, or cast as half()."),
+]
+AutocastPolicy = Annotated[
+    str | None,
+    typer.Option("--autocast-policy", metavar="cuda|cpu", help="Whose autocast operator lists to follow."),
+]
+Backward = Annotated[
+    bool | None,
+    typer.Option(
+        "--backward/--no-backward", help="Replay backward; default: when there is a loss.", show_default=False
+    ),
+]
+LossScale = Annotated[
+    float | None,
+    typer.Option(
+        "--loss-scale", metavar="X", help="Use this loss scale as it is; default: 65536, halved until it fits."
+    ),
+]
+Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda|cuda:N", help="Where to replay.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the factory and of every lane.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Precision to replay.")]
+Dtypes = Annotated[str, typer.Option("--dtypes", metavar="LIST", help="Precisions to compare, joined with commas.")]
+NoTrace = Annotated[bool, typer.Option("--no-trace", help="Stop at modules; do not go down to operations.")]
+NoLocalError = Annotated[
+    bool, typer.Option("--no-local-error", help="Do not measure each module's own error; saves about a forward pass.")
+]
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", help="Print the resolved config and where each value came from, and stop.")
+]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Let the batch file run code of its own while it is read.")
+]
+
+Format = Annotated[
+    str | None, typer.Option("--format", metavar="table|json|markdown", help="Format of the report on stdout.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Short for --format json.")]
+Output = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the report to FILE (.json, .md, .txt) instead of stdout; may be repeated; - is stdout.",
+    ),
+]
+FailOn = Annotated[
+    str, typer.Option("--fail-on", metavar="error|warning|never", help="Lowest severity that gives exit code 1.")
+]
+Color = Annotated[str, typer.Option("--color", metavar="auto|always|never", help="Colour in the table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Every row, the timings and all conditions.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

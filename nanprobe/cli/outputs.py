@@ -1,0 +1,137 @@
+"""Where a report goes and in which format: decided and checked before the work starts, written after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanprobe._console.files import check_target, write_atomically
+from nanprobe._console.terminal import Terminal, discard_stdout, read_terminal, say, write_stdout
+from nanprobe.errors import IncompleteError, UsageError
+from nanprobe.exit_codes import FAIL_ON, FOUND, OK, verdict_exit_code
+from nanprobe.nearest import suggestion
+from nanprobe.records import ReplayReport
+
+__all__ = ["Outputs", "plan_outputs", "print_text"]
+
+_NOT_BUILT = ("html", "sarif", "junit", "github")
+_SUFFIXES = {
+    ".json": "json",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".txt": "table",
+    ".html": "html",
+    ".htm": "html",
+    ".sarif": "sarif",
+    ".xml": "junit",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the output options ask for.
+
+    ``stdout`` is the format to print, None when the report only goes to files; ``files`` are (path, format).
+    """
+
+    stdout: str | None
+    files: tuple[tuple[Path, str], ...]
+    fail_on: str
+    terminal: Terminal
+    quiet: bool
+    verbose: bool
+
+    def check(self, inputs: Iterable[Path]) -> None:
+        """Raise UsageError when a file cannot be written, or is one of the ``inputs``."""
+        paths = list(inputs)
+        for target, _ in self.files:
+            check_target(target, paths)
+
+    def deliver(self, report: ReplayReport) -> int:
+        """Write and print a report; return the exit code that it ends with under ``--fail-on``."""
+        from nanprobe.render import render
+
+        if report.exit_code in (OK, FOUND):
+            report = dataclasses.replace(report, exit_code=verdict_exit_code(report, self.fail_on))
+        for target, format_name in self.files:
+            write_atomically(target, render(report, format_name, verbose=self.verbose))
+            if not self.quiet:
+                say(f"nanprobe: wrote {target}")
+        if self.stdout is not None:
+            terminal = self.terminal
+            print_text(render(report, self.stdout, width=terminal.width, color=terminal.color, verbose=self.verbose))
+        return report.exit_code
+
+
+def print_text(text: str) -> None:
+    """Print on stdout; a reader that left early is no error, a full disk is IncompleteError."""
+    try:
+        write_stdout(text)
+    except BrokenPipeError:
+        discard_stdout()
+    except OSError as error:
+        discard_stdout()
+        raise IncompleteError(f"cannot write to stdout: {error.strerror or error}") from None
+
+
+def plan_outputs(
+    *,
+    format_name: str | None,
+    json: bool,
+    output: Sequence[str] | None,
+    fail_on: str,
+    color: str,
+    quiet: bool,
+    verbose: bool,
+) -> Outputs:
+    """Return what the output options ask for; UsageError when they make no sense together.
+
+    With ``-o FILE`` stdout stays empty, unless ``-o -``, ``--format`` or ``--json`` asks for it too.
+    """
+    if json and format_name not in (None, "json"):
+        raise UsageError(f"--json and --format {format_name} contradict each other; keep one")
+    chosen = "json" if json else format_name
+    if chosen is not None:
+        _check_format(chosen, f"--format {chosen}")
+    if fail_on not in FAIL_ON:
+        raise UsageError(f"--fail-on: no such severity '{fail_on}'; {suggestion(fail_on, FAIL_ON)}")
+    files: list[tuple[Path, str]] = []
+    to_stdout = not output or chosen is not None
+    for name in output or ():
+        if name == "-":
+            to_stdout = True
+            continue
+        target = Path(name)
+        if target.resolve() in [known.resolve() for known, _ in files]:
+            raise UsageError(f"-o {name}: named twice")
+        files.append((target, _format_of(target)))
+    return Outputs(
+        stdout=(chosen or "table") if to_stdout else None,
+        files=tuple(files),
+        fail_on=fail_on,
+        terminal=read_terminal(color),
+        quiet=quiet,
+        verbose=verbose,
+    )
+
+
+def _check_format(name: str, option: str) -> None:
+    from nanprobe.render import FORMATS
+
+    if name in _NOT_BUILT:
+        raise UsageError(f"{option}: the format {name} is not built yet; there are {', '.join(FORMATS)}")
+    if name not in FORMATS:
+        raise UsageError(f"{option}: no such format; {suggestion(name, FORMATS)}")
+
+
+def _format_of(target: Path) -> str:
+    """Return the format that a file's extension picks."""
+    suffix = target.suffix.lower()
+    name = _SUFFIXES.get(suffix)
+    if name is None:
+        ending = f"the extension {suffix}" if suffix else "no extension"
+        raise UsageError(f"-o {target}: {ending} picks no format; use .json, .md or .txt")
+    _check_format(name, f"-o {target}")
+    return name

@@ -1,0 +1,114 @@
+"""From the flags of a model command to its exit code: config, checks, the pipeline, the report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanprobe._console.bar import ConsoleProgress
+from nanprobe.cli.outputs import Outputs, print_text
+from nanprobe.errors import Interrupted, UsageError
+from nanprobe.exit_codes import OK
+from nanprobe.formats import FORMATS
+from nanprobe.nearest import suggestion
+
+__all__ = ["Flags", "one_precision", "run", "several_precisions"]
+
+_REPLAYED = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """The flags of a model command that are not about output; None where a flag was not given."""
+
+    config: str | None
+    checkpoint: str | None
+    batch: str | None
+    mode: str | None
+    autocast_policy: str | None
+    backward: bool | None
+    loss_scale: float | None
+    device: str | None
+    seed: int | None
+    local_error: bool
+    show_config: bool
+    trust_pickle: bool
+
+
+def one_precision(name: str) -> tuple[str, ...]:
+    """Return reference and precision of ``replay --dtype``; FP32 itself is judged against FP64."""
+    low = _precision(name, "--dtype")
+    return ("fp64", "fp32") if low == "fp32" else ("fp32", low)
+
+
+def several_precisions(names: str) -> tuple[str, ...]:
+    """Return the precisions of ``compare-precisions --dtypes``, FP32 always among them and first."""
+    asked = [_precision(name.strip(), "--dtypes") for name in names.split(",") if name.strip()]
+    low = [name for name in dict.fromkeys(asked) if name != "fp32"]
+    if not low:
+        raise UsageError("--dtypes: name at least one of fp16 and bf16 to compare with FP32")
+    return ("fp32", *low)
+
+
+def _precision(name: str, flag: str) -> str:
+    if name in _REPLAYED:
+        return name
+    if name in [fmt.name for fmt in FORMATS]:
+        raise UsageError(f"{flag}: replaying in {name} is not built yet; there are {', '.join(_REPLAYED)}")
+    raise UsageError(f"{flag}: no such precision '{name}'; {suggestion(name, _REPLAYED)}")
+
+
+def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Outputs, *, started: float) -> int:
+    """Run a model command and deliver its report; return the exit code.
+
+    ``started`` is ``time.perf_counter()`` of when the command began. What the user's own code prints goes to stderr.
+    """
+    from nanprobe.config import Overrides, apply_overrides, config_document, find_config, load_config, show_config
+
+    source = Path(flags.config) if flags.config is not None else find_config(Path())
+    overrides = Overrides(
+        checkpoint=flags.checkpoint,
+        batch=flags.batch,
+        mode=flags.mode,
+        autocast_policy=flags.autocast_policy,
+        backward=flags.backward,
+        loss_scale=flags.loss_scale,
+        device=flags.device,
+        seed=flags.seed,
+    )
+    config = apply_overrides(load_config(source), overrides)
+    if flags.show_config:
+        as_json = outputs.stdout == "json"
+        print_text(json.dumps(config_document(config), indent=2) + "\n" if as_json else show_config(config))
+        return OK
+    if config.batch is None:
+        raise UsageError(f"there is no batch to replay; name one with --batch PATH, or with `batch:` in {source}")
+    specs = (config.checkpoint, config.batch)
+    outputs.check([source, *(spec.path for spec in specs if spec is not None)])
+    progress = ConsoleProgress(show=outputs.terminal.stderr, quiet=outputs.quiet)
+    try:
+        for note in config.notes:
+            progress.note(note)
+        with contextlib.redirect_stdout(sys.stderr):
+            before = time.perf_counter()
+            from nanprobe.pipeline import replay_command
+
+            report = replay_command(
+                config,
+                command=command,
+                precisions=precisions,
+                local_error=flags.local_error,
+                trust_pickle=flags.trust_pickle,
+                progress=progress,
+                started=started,
+                import_seconds=time.perf_counter() - before,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
+    finally:
+        progress.close()
+    return outputs.deliver(report)
