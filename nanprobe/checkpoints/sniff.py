@@ -1,0 +1,96 @@
+"""What a file is, by its content; its name only decides whether foreign content is a damaged checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from nanprobe.checkpoints.torch_legacy import is_torch_legacy
+
+__all__ = ["CHECKPOINT_SUFFIXES", "HEAD", "READABLE", "Sniffed", "sniff"]
+
+HEAD = 4096
+"""Bytes from the start of a file that :func:`sniff` wants."""
+
+CHECKPOINT_SUFFIXES = frozenset(
+    (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".gguf", ".onnx", ".npz", ".npy", ".nemo")
+)
+"""Suffixes that say that a file is a checkpoint."""
+
+READABLE = frozenset({"torch-zip", "torch-legacy", "safetensors"})
+"""Kinds of single files that have a reader."""
+
+_LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
+
+
+@dataclass(frozen=True, slots=True)
+class Sniffed:
+    """``kind`` is the format ("" when unknown); ``rule`` and ``message`` say what stands where a checkpoint should."""
+
+    kind: str
+    rule: str = "corrupt-file"
+    message: str = ""
+
+
+def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
+    """Return what the file is that begins with ``head``, is ``size`` bytes long and has the lower-case ``suffix``."""
+    if size == 0:
+        return Sniffed("empty", "truncated-file", "it is empty: the save or the download did not write anything")
+    foreign = _foreign(head, size)
+    if foreign is not None:
+        return foreign
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        return Sniffed("torch-zip")
+    if head.startswith(b"GGUF"):
+        return Sniffed("gguf", "not-scanned", "it is a GGUF file, which is not read yet")
+    if head.startswith(b"\x93NUMPY"):
+        return Sniffed("npy", "not-scanned", "it is a numpy array, which is not read yet")
+    if head.startswith(b"\x89HDF\r\n"):
+        return Sniffed("hdf5", "not-scanned", "it is an HDF5 file (Keras); save the weights as safetensors")
+    if head.startswith(b"\x1f\x8b"):
+        return Sniffed("gzip", "not-scanned", "it is compressed with gzip; unpack it first")
+    if head[257:262] == b"ustar":
+        return Sniffed("tar", "not-scanned", "it is a tar archive; unpack it and give the file that is inside")
+    if head.startswith(_LEGACY_MAGIC[: len(head)]) or is_torch_legacy(head[:128]):
+        return Sniffed("torch-legacy")
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
+        return Sniffed("safetensors")
+    if suffix == ".safetensors":
+        return Sniffed("safetensors")
+    if not head.strip(b"\0"):
+        return Sniffed(
+            "zeros", "corrupt-file", f"its first {len(head):,} bytes are zero: it was never written, or overwritten"
+        )
+    if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
+        return Sniffed("pickle", "not-scanned", "it is a plain pickle that torch.save did not write; it is not read")
+    return Sniffed("", "corrupt-file", f"its content is of no known checkpoint format (it begins with {head[:8]!r})")
+
+
+def _foreign(head: bytes, size: int) -> Sniffed | None:
+    """Return what a text file is that often stands in a checkpoint's place, None when it is not such a text."""
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        return Sniffed(
+            "lfs-pointer", "corrupt-file", "it is a Git LFS pointer and not the file itself; run `git lfs pull`"
+        )
+    start = head.lstrip()[:256].lower()
+    if start.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")):
+        return Sniffed(
+            "html",
+            "corrupt-file",
+            "it is a web page, such as a login or an error page saved as the download; fetch it again",
+        )
+    if start.startswith(b"{"):
+        if b'"weight_map"' in head or _is_index(head, size):
+            return Sniffed("shard-index")
+        return Sniffed("json", "corrupt-file", "it is a JSON text and no checkpoint")
+    return None
+
+
+def _is_index(head: bytes, size: int) -> bool:
+    """Return whether a short JSON text is a shard index; in a long one "metadata" stands before "weight_map"."""
+    if size > len(head):
+        return b'"metadata"' in head and b'"total_size"' in head
+    try:
+        return "weight_map" in json.loads(head)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,82 @@
+"""Files that ``torch.save`` writes since PyTorch 1.6, and TorchScript files: a zip with ``data.pkl`` and storages.
+
+One root folder holds ``data.pkl`` (the objects, with references to storages), ``data/<key>`` (the bytes of each) and
+``byteorder``. The folder's name is that of the file when it was saved and does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanprobe.checkpoints.describe import describe_tree
+from nanprobe.checkpoints.dtypes import nbytes
+from nanprobe.checkpoints.inert import StorageRef
+from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
+from nanprobe.checkpoints.pickle_source import PickleSource
+from nanprobe.checkpoints.records import FileIndex, Storage
+from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
+from nanprobe.checkpoints.window import Window
+from nanprobe.checkpoints.zip_directory import Member, read_directory, read_member, resolve
+
+__all__ = ["index_torch_zip"]
+
+_MAX_PICKLE = 1 << 28
+"""Largest compressed or CRC-checked object pickle, in bytes; it is held in memory while it is read."""
+
+
+def index_torch_zip(window: Window) -> FileIndex:
+    """Return what the file holds; Damage when its objects cannot be read."""
+    members = read_directory(window)
+    roots = sorted((name for name in members if name.endswith("/data.pkl") or name == "data.pkl"), key=len)
+    if not roots:
+        raise window.damage(
+            "corrupt-file",
+            "it is a zip but no torch.save file: it has no data.pkl; unpack it, or give the file that is inside",
+        )
+    root = roots[0].removesuffix("data.pkl")
+    checked = any(member.crc32 for member in members.values() if member.size)
+    pickle = read_member(window, members[roots[0]], _MAX_PICKLE, check=checked)
+    try:
+        loaded = load_pickle(PickleSource(None, pickle), persistent=persistent_value, builders=BUILDERS)
+    except PickleDamage as error:
+        raise window.damage("corrupt-file", str(error)) from None
+    order = members.get(f"{root}byteorder")
+    byteorder = "big" if order and read_member(window, order, 64, check=False) == b"big" else "little"
+    storages: dict[str, Storage] = {}
+
+    def storage_of(reference: StorageRef) -> Storage:
+        known = storages.get(reference.key)
+        if known is None:
+            known = _storage(window, members, root, reference, byteorder, checked=checked)
+            storages[reference.key] = known
+        return known
+
+    kind = "torchscript" if f"{root}constants.pkl" in members else "torch-zip"
+    return describe_tree(window, kind, loaded.value, loaded.foreign, storage_of)
+
+
+def _storage(
+    window: Window, members: dict[str, Member], root: str, reference: StorageRef, byteorder: str, *, checked: bool
+) -> Storage:
+    name = f"{root}data/{reference.key}"
+    member = members.get(name)
+    declared = nbytes(reference.numel, reference.dtype)
+    if member is None:
+        if declared == 0:
+            return Storage(id=f"{window.path}@{window.base}:{name}", dtype=reference.dtype, size=0, extents=())
+        raise window.damage("corrupt-file", f"the zip has no member {name[:200]!r} for its data")
+    if member.size != declared:
+        raise window.damage(
+            "corrupt-file",
+            f"its storage is declared with {declared:,} bytes, but the member {name[:200]!r} holds {member.size:,}",
+        )
+    extent = resolve(window, member)
+    if not checked:
+        extent = replace(extent, crc32=None)
+    return Storage(
+        id=f"{window.path}@{window.base}:{name}",
+        dtype=reference.dtype,
+        size=member.size,
+        extents=(extent,),
+        byteorder=byteorder,
+    )

@@ -1,0 +1,60 @@
+"""A range of bytes of one file, read by position; every reader gets one, so formats nest inside each other."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from nanprobe.checkpoints.records import Damage, Problem
+
+__all__ = ["Window"]
+
+
+class Window:
+    """``size`` bytes of the file ``path`` from ``base`` on; positions count from the window's first byte."""
+
+    def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
+        """Open the file; OSError when that fails. ``size`` None means up to the end of the file."""
+        self.path = path
+        self.base = base
+        self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close(), the class is the context
+        rest = max(os.fstat(self._file.fileno()).st_size - base, 0)
+        self.size = rest if size is None else min(size, rest)
+
+    def read(self, position: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes from ``position``; Damage when the file ends before."""
+        if position < 0 or length < 0 or position + length > self.size:
+            raise self.damage(
+                "truncated-file",
+                f"{length:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
+            )
+        parts: list[bytes] = []
+        self._file.seek(self.base + position)
+        while length:
+            part = self._file.read(length)
+            if not part:
+                raise self.damage("truncated-file", "the file became shorter while it was read")
+            parts.append(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def head(self, length: int) -> bytes:
+        """Return the first ``length`` bytes, or all of a shorter window."""
+        return self.read(0, min(length, self.size))
+
+    def damage(self, rule: str, message: str, severity: str = "error") -> Damage:
+        """Return (not raise) the exception that ends reading this file with a blocking problem."""
+        return Damage(Problem(rule=rule, severity=severity, message=message, file=self.path))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
