@@ -16,7 +16,9 @@ def nearest(name: str, legal: Iterable[str]) -> str | None:
     by_lower: dict[str, str] = {}
     for candidate in legal:
         by_lower.setdefault(candidate.lower(), candidate)
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_LIKENESS)
+    # Letters that changed places are the likeliest slip, and difflib rates them below a letter too many.
+    same_letters = [candidate for candidate in by_lower if sorted(candidate) == sorted(name.lower())]
+    close = same_letters or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_LIKENESS)
     return by_lower[close[0]] if close else None
 
 

@@ -45,6 +45,7 @@ INTERFACE = "__init__"
 """The Python interface: it may import anything, but nothing heavy while it is itself imported."""
 
 SAME_ROW = {
+    ("inputs", "checkpoints"),
     ("exit_codes", "records"),
     ("__main__", "cli"),
     ("cli", "_console"),
