@@ -72,13 +72,13 @@ def resolve(reference: str, folder: Path, key: str) -> Any:
         raise UsageError(f"`{key}`: expected package.module:callable or path/to/file.py:callable, got '{reference}'")
     module = _import_file(where, folder, key) if where.endswith(".py") else _import_module(where, folder, key)
     found: Any = module
-    walked = where
+    walked, joint = where, ":"
     for part in name.split("."):
         if not hasattr(found, part):
             public = [candidate for candidate in dir(found) if not candidate.startswith("_")]
             raise UsageError(f"`{key}`: {walked} has no `{part}`; {suggestion(part, public)}")
         found = getattr(found, part)
-        walked += f":{part}" if found is module else f".{part}"
+        walked, joint = f"{walked}{joint}{part}", "."
     return found
 
 
