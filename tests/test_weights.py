@@ -257,7 +257,7 @@ def test_many_unexpected_keys_are_counted(tmp_path: Path) -> None:
 
 def test_nothing_that_matches_is_an_error_even_when_lenient(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(1)}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match="nothing in checkpoint .* matches the model"):
+    with pytest.raises(UsageError, match=r"nothing in checkpoint .* matches the model"):
         load_into(nn.Linear(2, 2), read_state_dict(tmp_path / "a.pt"), strict=False)
 
 

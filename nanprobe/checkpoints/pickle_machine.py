@@ -69,7 +69,9 @@ def load_pickle(
     machine = _Machine(source, persistent, builders or {}, limits)
     try:
         return machine.run()
-    except (IndexError, struct.error):
+    except struct.error:
+        raise PickleDamage("its pickle ends in the middle", truncated=True) from None
+    except IndexError:
         if machine.at >= source.end:
             raise PickleDamage("its pickle ends in the middle", truncated=True) from None
         raise PickleDamage(f"its pickle takes from an empty stack before byte {machine.at:,}") from None
