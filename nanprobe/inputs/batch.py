@@ -6,8 +6,10 @@ A file is judged by its content; its name only breaks ties. Nothing in it is exe
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ __all__ = ["LoadedBatch", "load_batch"]
 _HEAD = 4096
 """Bytes looked at to tell what a file is."""
 
-_CLASS = re.compile(r"(?:GLOBAL|class|global)\s+([A-Za-z_][\w.]*\.[\w.]+)")
+_CLASS = re.compile(r"(?:GLOBAL|unsupported class) ([A-Za-z_][\w.]*\w)")
 """How PyTorch's messages about a refused pickle name what was refused."""
 
 
@@ -138,7 +140,7 @@ def _read_npz(path: Path) -> Any:
 
     values: dict[str, torch.Tensor] = {}
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             for name in archive.files:
                 values[name] = _from_numpy(archive[name], name)
     except UsageError as error:
@@ -167,33 +169,50 @@ def _from_numpy(array: Any, name: str) -> torch.Tensor:
 
 def _read_pickle(path: Path, trust_pickle: bool, folder: Path | None) -> Any:
     try:
-        if not trust_pickle:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        with import_folder(folder or path.parent):
-            return torch.load(path, map_location="cpu", weights_only=False)
+        with warnings.catch_warnings():
+            # PyTorch warns about pickle protocols and storages of old files; neither concerns who replays a batch.
+            warnings.simplefilter("ignore", UserWarning)
+            if not trust_pickle:
+                return torch.load(path, map_location="cpu", weights_only=True)
+            with import_folder(folder or path.parent):
+                return torch.load(path, map_location="cpu", weights_only=False)
     except (ModuleNotFoundError, AttributeError, ImportError) as error:
         raise UsageError(f"batch: {path} needs a class that cannot be imported: {one_line(error)}") from error
     except pickle.UnpicklingError as error:
-        refused = _refused(str(error))
-        if refused is None or trust_pickle:
-            raise UsageError(f"batch: {path} is truncated or damaged: {one_line(error, 160)}") from None
-        raise UsageError(
-            f"batch: {path} needs the class {refused}, and loading it may run code of the file; "
-            "use --trust-pickle if you trust the file"
-        ) from None
+        text = _damaged(path, error) if trust_pickle else _refused(path, error)
+        raise UsageError(f"batch: {path} {text}") from error
     except Exception as error:
         # torch.load lets through whatever a damaged file makes it stumble over: RuntimeError, EOFError, KeyError, ...
         if is_out_of_memory(error):
             raise
-        raise UsageError(f"batch: {path} is truncated or damaged: {one_line(error, 160)}") from error
+        raise UsageError(f"batch: {path} {_damaged(path, error)}") from error
 
 
-def _refused(message: str) -> str | None:
-    """Return the name of the class that PyTorch refused to load, None when the message is about something else."""
-    found = _CLASS.search(message)
-    if found is not None:
-        return found.group(1).rstrip(".")
-    return "(not named by PyTorch)" if "Unsupported" in message or "unsupported" in message else None
+def _damaged(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        plain = file.read(1) == b"\x80"
+    origin = ", or was not written by torch.save" if plain else ""
+    return f"is truncated or damaged{origin}: {one_line(error, 160)}"
+
+
+def _refused(path: Path, error: pickle.UnpicklingError) -> str:
+    """Say what PyTorch's safe reader did not accept: a class, a pickle protocol of its own, or a damaged file."""
+    names = _CLASS.findall(str(error))
+    if names:
+        # The error stops at the first one, which may be a helper of the class that matters.
+        with contextlib.suppress(Exception):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) or names
+        what = "the class" if len(names) == 1 else "the classes"
+        return (
+            f"needs {what} {', '.join(names)}, and loading it may run code of the file; "
+            "use --trust-pickle if you trust the file"
+        )
+    if "Unsupported operand" in str(error) and zipfile.is_zipfile(path):
+        return (
+            "uses a pickle protocol that PyTorch's safe reader does not know; save it with the default protocol, "
+            "or use --trust-pickle if you trust the file"
+        )
+    return "is truncated or damaged, or was not written by torch.save"
 
 
 def _pick(value: Any, key: str, path: Path) -> Any:

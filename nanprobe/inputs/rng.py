@@ -106,7 +106,7 @@ class RandomState:
             if numpy is not None:
                 numpy = _numpy_state(numpy)
                 np.random.RandomState().set_state(numpy)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise UsageError(f"the bundle's random state `rng.{part}` is damaged: {error}") from None
         return cls(torch=default, cuda=cuda, python=python, numpy=numpy)
 
