@@ -1,0 +1,1 @@
+"""What nanprobe costs beside the plain run; ``python -m benchmarks`` measures everything, RESULTS.md keeps figures."""
