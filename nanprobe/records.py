@@ -264,11 +264,16 @@ class PrecisionResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How much was observed: counts include the root; the lists hold module paths."""
+    """How much was observed: counts include the root; the lists hold module paths.
+
+    ``not_callable`` are those among ``never_visited`` that have no forward of their own (lists of modules), so that
+    nothing was missed there.
+    """
 
     modules: int
     visited: int
     never_visited: tuple[str, ...] = ()
+    not_callable: tuple[str, ...] = ()
     outputs_not_inspected: tuple[str, ...] = ()
     ops_outside_modules: int = 0
 

@@ -1,0 +1,112 @@
+"""The Python interface: what the commands do, on a live module and batch, as functions that return a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanprobe.config import Settings
+from nanprobe.errors import UsageError
+from nanprobe.formats import LOW_PRECISIONS
+from nanprobe.inputs.loss import checked_loss
+from nanprobe.nearest import suggestion
+from nanprobe.pipeline import Subject, run_replay
+from nanprobe.progress import SILENT, Progress
+from nanprobe.report import Report
+
+__all__ = ["compare_precisions", "replay"]
+
+
+def replay(
+    model: nn.Module,
+    batch: Any,
+    *,
+    dtype: str | torch.dtype = "fp16",
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    call: str = "auto",
+    local_error: bool = True,
+    progress: Progress = SILENT,
+    **settings: Any,
+) -> Report:
+    """Replay ``batch`` through ``model`` in one low precision beside the FP32 reference.
+
+    ``dtype`` is "fp16", "bf16" or "fp32" (which is judged against FP64), or the torch dtype. ``loss`` is called as
+    loss(output, batch) and returns a scalar tensor. ``call`` says how the batch becomes arguments ("auto", "kwargs",
+    "args", "single"). ``settings`` are the fields of :class:`nanprobe.config.Settings`: ``mode``, ``train``,
+    ``backward``, ``loss_scale``, ``keep_fp32``, ``tolerances``, ``ignore``, ``seed``, ``device``, ...
+
+    The model, its mode, buffers, gradients and hooks and all random state are as before when this returns or raises.
+    Raises UsageError when the batch does not fit the model or a setting makes no sense, IncompleteError when the
+    reference itself cannot be run.
+
+    >>> import torch, nanprobe
+    >>> report = nanprobe.replay(torch.nn.Linear(4, 4), torch.ones(2, 4), dtype="bf16")
+    >>> report.verdict
+    'clean'
+    """
+    return _run("replay", model, batch, (_name(dtype),), loss, call, local_error, progress, settings)
+
+
+def compare_precisions(
+    model: nn.Module,
+    batch: Any,
+    *,
+    dtypes: Sequence[str | torch.dtype] = ("fp32", "fp16", "bf16"),
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    call: str = "auto",
+    local_error: bool = True,
+    progress: Progress = SILENT,
+    **settings: Any,
+) -> Report:
+    """Replay ``batch`` through ``model`` in several precisions side by side; see :func:`replay`."""
+    names = tuple(dict.fromkeys(_name(dtype) for dtype in dtypes))
+    return _run("compare-precisions", model, batch, names, loss, call, local_error, progress, settings)
+
+
+def _run(
+    command: str,
+    model: nn.Module,
+    batch: Any,
+    precisions: tuple[str, ...],
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    call: str,
+    local_error: bool,
+    progress: Progress,
+    settings: Mapping[str, Any],
+) -> Report:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: expected a torch.nn.Module, got a {type(model).__name__}")
+    unknown = [name for name in settings if name not in Settings.__slots__]
+    if unknown:
+        raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
+    subject = Subject(
+        model=model,
+        batch=batch,
+        call=call,
+        loss=checked_loss(loss, "loss") if loss is not None else None,
+        described={"config": None, "checkpoint": None, "batch": None, "model": type(model).__qualname__},
+    )
+    record = run_replay(
+        subject,
+        Settings(**settings),
+        command=command,
+        precisions=precisions,
+        local_error=local_error,
+        progress=progress,
+    )
+    return Report(record)
+
+
+def _name(dtype: str | torch.dtype) -> str:
+    names = ("fp32", *LOW_PRECISIONS)
+    if isinstance(dtype, torch.dtype):
+        found = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+        name = found if found is not None else str(dtype)
+    else:
+        name = dtype
+    if name not in names:
+        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, names)}")
+    return name

@@ -1,0 +1,1 @@
+"""What tensors hold and how far two of them are apart: statistics, differences, and walking nested values."""

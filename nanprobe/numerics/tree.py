@@ -1,0 +1,124 @@
+"""Finding and replacing the tensors inside the nested values that modules take and return.
+
+Looks into tuples, lists, dicts and other mappings (``ModelOutput`` among them), named tuples (packed sequences),
+dataclasses, and plain objects with attributes (key-value caches). Paths are written as a reader would: ``0.mask``,
+``logits``, ``past_key_values.layers.3.keys``; the path of a bare tensor is "".
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "named_tensors", "uninspected"]
+
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
+_MAX_DEPTH = 24
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the (name, child) pairs of a container, None for a value that is no container we can look into."""
+    if isinstance(value, torch.nn.Module) or isinstance(value, _PLAIN):
+        return None
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=False))
+    if isinstance(value, (tuple, list)):
+        return [(str(position), child) for position, child in enumerate(value)]
+    if isinstance(value, Set):
+        return [(str(position), child) for position, child in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not callable(value):
+        return [(name, child) for name, child in attributes.items() if not name.startswith("__")]
+    return None
+
+
+def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every tensor inside ``value``, each tensor object once, in order of appearance."""
+    seen: set[int] = set()
+
+    def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(node, torch.Tensor):
+            if id(node) not in seen:
+                seen.add(id(node))
+                yield path, node
+            return
+        children = _children(node)
+        if not children or depth > _MAX_DEPTH or id(node) in seen:
+            return
+        seen.add(id(node))
+        for name, child in children:
+            yield from walk(child, f"{path}.{name}" if path else name, depth + 1)
+
+    yield from walk(value, prefix, 0)
+
+
+def uninspected(value: Any) -> str | None:
+    """Name the type of a value that may hold numbers but could not be looked into; None when there is nothing to miss.
+
+    A value counts as looked into when a tensor was found in it or when it is made of plain Python values alone.
+    """
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return None
+    children = _children(value)
+    if children is None:
+        return type(value).__qualname__
+    if next(named_tensors(value), None) is not None:
+        return None
+    for _, child in children:
+        hidden = None if _children(child) == [] else uninspected(child)
+        if hidden is not None:
+            return hidden
+    return None
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with every tensor replaced by ``function(tensor)``; containers are rebuilt, never changed.
+
+    One tensor object that appears twice is replaced by one result. Objects that are no container are kept as they are;
+    plain objects with tensors in their attributes are copied shallowly, level by level.
+    """
+    done: dict[int, Any] = {}
+
+    def walk(node: Any, depth: int) -> Any:
+        if id(node) in done:
+            return done[id(node)]
+        if isinstance(node, torch.Tensor):
+            result: Any = function(node)
+        elif isinstance(node, _PLAIN) or depth > _MAX_DEPTH:
+            return node
+        else:
+            result = rebuild(node, depth)
+        done[id(node)] = result
+        return result
+
+    def rebuild(node: Any, depth: int) -> Any:
+        children = _children(node)
+        if children is None or isinstance(node, Set):
+            return node
+        if next(named_tensors(node), None) is None:
+            return copy.copy(node) if isinstance(node, (list, dict)) else node
+        replaced = [walk(child, depth + 1) for _, child in children]
+        if isinstance(node, tuple):
+            return type(node)(*replaced) if hasattr(node, "_fields") else type(node)(replaced)
+        if isinstance(node, list):
+            return type(node)(replaced)
+        result = copy.copy(node)
+        if isinstance(node, Mapping):
+            for key, child in zip(list(node.keys()), replaced, strict=True):
+                result[key] = child
+            return result
+        for (name, _), child in zip(children, replaced, strict=True):
+            object.__setattr__(result, name, child)
+        return result
+
+    keep_alive = value
+    result = walk(keep_alive, 0)
+    return result

@@ -1,0 +1,89 @@
+"""Finding the autograd node where a good gradient turned bad.
+
+Every node of the loss's graph gets a hook that looks at the gradients it hands on; the first node whose incoming
+gradients were finite and whose outgoing ones are not is the origin. Nodes carry the sequence number they were made
+with, and module visits know the range of numbers they spanned, so the node's module is the innermost visit whose range
+holds its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanprobe.numerics.stats import is_finite, measure
+from nanprobe.replay.measures import bad_detail, health_of
+from nanprobe.replay.trace import HEALTHY, BackwardOrigin, Health
+
+__all__ = ["NodeWatch"]
+
+
+class NodeWatch:
+    """Remembers which visit made which autograd nodes, and watches the nodes during backward."""
+
+    def __init__(self, batch_size: int | None, batch_dim: int) -> None:
+        self.origin: BackwardOrigin | None = None
+        self.classes: dict[str, str] = {}
+        self._batch_size = batch_size
+        self._batch_dim = batch_dim
+        self._ranges: list[tuple[int, int, str, int]] = []
+
+    @staticmethod
+    def health(tensor: torch.Tensor) -> Health:
+        """Count the non-finite elements of one tensor; one read when there are none."""
+        if is_finite(tensor):
+            return HEALTHY
+        return health_of([measure(tensor)])
+
+    def visited(self, first: int, stop: int, path: str, visit: int) -> None:
+        """A visit made the nodes with sequence numbers in [first, stop)."""
+        if stop > first:
+            self._ranges.append((first, stop, path, visit))
+
+    def visit_of(self, sequence: int) -> tuple[str, int] | None:
+        """Return (path, visit) of the innermost visit that made the node, None when it was made outside the model."""
+        best: tuple[int, int, str, int] | None = None
+        for candidate in self._ranges:
+            inside = candidate[0] <= sequence < candidate[1]
+            if inside and (best is None or candidate[1] - candidate[0] < best[1] - best[0]):
+                best = candidate
+        return (best[2], best[3]) if best is not None else None
+
+    def watch(self, loss: torch.Tensor) -> list[Callable[[], None]]:
+        """Hook every node that the loss depends on; returns the functions that take the hooks off again."""
+        if loss.grad_fn is None:
+            return []
+        removers: list[Callable[[], None]] = []
+        seen = {loss.grad_fn}
+        todo: list[Any] = [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            removers.append(node.register_hook(partial(self._look, node)).remove)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return removers
+
+    def _look(self, node: Any, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
+        if self.origin is not None:
+            return
+        for gradient in outgoing:
+            if isinstance(gradient, torch.Tensor) and not is_finite(gradient):
+                if all(is_finite(g) for g in incoming if isinstance(g, torch.Tensor)):
+                    self._found(node, gradient)
+                return
+
+    def _found(self, node: Any, gradient: torch.Tensor) -> None:
+        place = self.visit_of(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
+        self.origin = BackwardOrigin(
+            module=place[0] if place else None,
+            visit=place[1] if place else None,
+            class_=self.classes.get(place[0]) if place else None,
+            node=node.name(),
+            health=health_of([measure(gradient)]),
+            detail=bad_detail("", gradient, batch_size=self._batch_size, batch_dim=self._batch_dim),
+        )

@@ -1,0 +1,95 @@
+"""One lane at a time: threads that run only while they hold the baton.
+
+The conductor (the calling thread) hands the baton to a lane with :meth:`LaneThread.resume` and gets it back when the
+lane reaches a boundary, ends, or raises. Exactly one thread runs at any moment, so model code of different lanes never
+overlaps; what is per thread in PyTorch (grad mode, autocast, dispatch modes) is the lane's own, and what is process-wide
+travels with the baton (see :mod:`nanprobe.replay.process_state`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from nanprobe.replay.process_state import ProcessState
+
+__all__ = ["LaneAborted", "LaneThread"]
+
+
+class LaneAborted(BaseException):
+    """Raised inside a lane that is told to end early; not an ``Exception``, so that model code does not swallow it."""
+
+
+class LaneThread:
+    """A thread that starts, waits and goes on only when told to.
+
+    ``state`` is the lane's process-wide state; it is installed while the lane runs and saved when it stops.
+    ``seconds`` sums the time the lane held the baton.
+    """
+
+    def __init__(self, name: str, body: Callable[[], None], state: ProcessState) -> None:
+        self.name = name
+        self.finished = False
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self._body = body
+        self._state = state
+        self._abort = False
+        self._go = threading.Lock()
+        self._back = threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
+        self._thread = threading.Thread(target=self._run, name=f"nanprobe-{name}", daemon=True)
+        self._started = False
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._abort:
+                self._body()
+        except LaneAborted:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.finished = True
+            if self._back.locked():
+                self._back.release()
+
+    def resume(self) -> None:
+        """Give the lane the baton and wait until it comes back. Called by the conductor only."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._state.install()
+        began = time.perf_counter()
+        try:
+            self._go.release()
+            self._back.acquire()
+        finally:
+            self.seconds += time.perf_counter() - began
+            self._state.save()
+
+    def pause(self) -> None:
+        """Hand the baton back and wait for it. Called inside the lane; raises LaneAborted when the lane must end."""
+        self._back.release()
+        self._go.acquire()
+        if self._abort:
+            raise LaneAborted
+
+    def abort(self) -> None:
+        """Make the lane raise :class:`LaneAborted` where it waits, and wait until it has ended."""
+        self._abort = True
+        if self.finished:
+            return
+        if not self._started:
+            self.finished = True
+            return
+        if self._thread.is_alive():
+            self._go.release()
+            self._thread.join()
+
+    def is_waiting(self) -> bool:
+        """Whether the lane has handed the baton back and not ended."""
+        return self._started and not self.finished

@@ -1,0 +1,145 @@
+"""A lane's own copy of the model: module objects of its own, weights shared until somebody writes to them.
+
+Models keep state in attributes (an auxiliary loss, a cache), so every lane needs its own module objects; their weights
+would cost a copy each, so FP32 weights are copy-on-write clones: they share memory, and a lane that writes to one (a
+``max_norm`` embedding, a clamp in ``forward``) gets its own copy at that moment without the others noticing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanprobe.errors import UsageError
+from nanprobe.numerics.tree import named_tensors
+
+__all__ = ["LaneModel", "copy_model", "kept_paths"]
+
+Weights = Callable[[], Mapping[str, torch.Tensor]]
+
+
+class LaneModel:
+    """A copied model, its modules by path, and what could not be copied.
+
+    ``kept`` are the paths of the outermost modules that stay in FP32.
+    """
+
+    def __init__(self, model: nn.Module, kept: tuple[str, ...], notes: tuple[str, ...]) -> None:
+        self.model = model
+        self.kept = kept
+        self.notes = notes
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+
+
+def kept_paths(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths of the outermost modules that match one of the ``keep_fp32`` patterns (fnmatch).
+
+    Raises UsageError when a pattern matches no module.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise UsageError(f"keep_fp32: the pattern {pattern!r} matches no module of the model")
+    matching = [path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    return tuple(
+        path for path in matching if not any(path.startswith(f"{other}.") or other == "" != path for other in matching)
+    )
+
+
+def _share(name: str, tensor: torch.Tensor, fresh: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor with the values of ``tensor`` that can be written to without changing it.
+
+    A copy-on-write clone where the storage allows it; for file-backed weights a mapping of their own from ``fresh``;
+    else a plain copy.
+    """
+    detached = tensor.detach()
+    if type(detached) is not torch.Tensor or detached.layout is not torch.strided or detached.is_meta:
+        return detached.clone()
+    try:
+        return torch._lazy_clone(detached)
+    except RuntimeError:
+        again = fresh.get(name)
+        if again is not None and again.shape == tensor.shape and again.dtype == tensor.dtype:
+            return again
+        return detached.clone()
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield tensors held in attributes that ``copy.deepcopy`` refuses: results of a graph, not leaves."""
+    for name, value in module.__dict__.items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        for _, tensor in named_tensors(value):
+            if not tensor.is_leaf:
+                yield tensor
+
+
+def _copyable(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # whatever a user's __deepcopy__ or pickle support raises means the same: not copyable
+        return False
+    return True
+
+
+def copy_model(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_fp32: tuple[str, ...] = (),
+    weights: Weights | None = None,
+) -> LaneModel:
+    """Copy ``model`` for one lane; ``dtype`` converts it as ``model.to(dtype)`` does, None leaves it as it is.
+
+    Modules that match ``keep_fp32`` keep their original parameters and buffers. ``weights`` maps the state dict from its
+    file afresh; it is called at most once, for weights that live in a file mapping. Attributes that cannot be copied
+    are shared with the model and named in ``notes``.
+    """
+    kept = kept_paths(model, keep_fp32)
+    fresh: Mapping[str, torch.Tensor] = weights() if weights is not None else {}
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter:
+            memo[id(parameter)] = nn.Parameter(_share(name, parameter, fresh), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        if type(buffer) is torch.Tensor:
+            memo[id(buffer)] = buffer.detach().clone()
+    for module in model.modules():
+        for tensor in _loose_tensors(module):
+            memo[id(tensor)] = tensor.detach().clone()
+    notes: list[str] = []
+    try:
+        lane = copy.deepcopy(model, memo)
+    except Exception:  # a lock, a generator, an open file somewhere: find which, and share it
+        clean = {key: value for key, value in memo.items() if isinstance(value, torch.Tensor)}
+        for path, module in model.named_modules():
+            for name, value in module.__dict__.items():
+                if name not in ("_parameters", "_buffers", "_modules") and not _copyable(value, clean):
+                    clean[id(value)] = value
+                    notes.append(
+                        f"{path}.{name}".lstrip(".") + f" ({type(value).__qualname__}) is shared between lanes"
+                    )
+        lane = copy.deepcopy(model, clean)
+    if dtype is not None:
+        lane.to(dtype)
+        _restore_kept(model, lane, kept, fresh)
+    return LaneModel(lane, kept, tuple(notes))
+
+
+def _restore_kept(model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: Mapping[str, torch.Tensor]) -> None:
+    originals = dict(model.named_modules())
+    copies = dict(lane.named_modules())
+    for path in kept:
+        for inner, original in originals[path].named_modules():
+            full = ".".join(part for part in (path, inner) if part)
+            target = copies[full]
+            for name, parameter in original.named_parameters(recurse=False):
+                shared = _share(f"{full}.{name}".lstrip("."), parameter, fresh)
+                target._parameters[name] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+            for name, buffer in original.named_buffers(recurse=False):
+                target._buffers[name] = buffer.detach().clone()

@@ -1,0 +1,69 @@
+"""What a lane does at single operations: round random draws, compare discrete choices, follow kept modules, count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanprobe.replay.draws import draw_rounded
+from nanprobe.replay.lane import Lane
+
+__all__ = ["Observer"]
+
+aten = torch.ops.aten
+
+_CHOICES: dict[Any, tuple[str, int | None]] = {
+    aten.topk.default: ("aten.topk", 1),
+    aten.argmax.default: ("aten.argmax", None),
+    aten.argmin.default: ("aten.argmin", None),
+    aten.multinomial.default: ("aten.multinomial", None),
+    aten.searchsorted.Tensor: ("aten.searchsorted", None),
+    aten.bucketize.Tensor: ("aten.bucketize", None),
+}
+"""Operations whose result is a choice: the name to report, and which of several results holds the indices."""
+
+
+class Observer(TorchDispatchMode):
+    """The dispatch mode of one lane; active in its thread only, in forward, loss and backward."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self._lane = lane
+        self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
+        self._follow = lane.placement.active and lane.settings.mode == "cast"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, as it is unless it draws at random in half precision."""
+        kwargs = kwargs or {}
+        lane = self._lane
+        if lane.frame is None and lane.phase in ("forward", "loss"):
+            lane.ops_outside += 1
+        result = self._run(func, args, kwargs)
+        choice = _CHOICES.get(func)
+        if choice is not None:
+            name, position = choice
+            lane.choice(name, result if position is None else result[position])
+        elif func is aten._to_copy.default and _becomes_integer(args[0], kwargs.get("dtype")):
+            lane.choice("aten._to_copy", result)
+        if self._follow:
+            lane.placement.follow((args, kwargs), result)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._low:
+            drew, result = draw_rounded(func, args, kwargs)
+            if drew:
+                self._lane.drawn += 1
+                return result
+        return func(*args, **kwargs)
+
+
+def _becomes_integer(source: Any, dtype: torch.dtype | None) -> bool:
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return False
+    return isinstance(source, torch.Tensor) and source.dtype.is_floating_point

@@ -1,0 +1,175 @@
+"""What a replay leaves behind: facts about visits, measures and endings, without a tensor or a module in them.
+
+The diagnosis is a pure function of these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanprobe.records import Gradient, Measure
+
+__all__ = [
+    "HEALTHY",
+    "BackwardOrigin",
+    "BadDetail",
+    "Flip",
+    "Health",
+    "LaneTrace",
+    "Place",
+    "Raised",
+    "Trace",
+    "VisitFact",
+]
+
+Place = tuple[str, str, int]
+"""(phase, module path, visit): the key by which lanes are matched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Counts of non-finite elements among a visit's input or output tensors.
+
+    ``lost`` counts -Inf elements, finite in the reference, in rows that keep no finite element.
+    """
+
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    lost: int = 0
+
+    @property
+    def hard(self) -> bool:
+        """Whether something is there that no mask puts there on purpose: NaN, +Inf, or a row lost to -Inf."""
+        return bool(self.nan or self.posinf or self.lost)
+
+    @property
+    def soft(self) -> bool:
+        """Whether -Inf is the only non-finite value, as in a mask."""
+        return bool(self.neginf) and not self.hard
+
+
+HEALTHY = Health()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadDetail:
+    """Where the bad elements of one tensor are, and what the reference has in their place."""
+
+    path: str
+    dtype: str
+    count: int
+    elements: int
+    index: tuple[int, ...] | None
+    samples: tuple[int, ...] | None
+    reference_absmax: float | None = None
+    input_absmax: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisitFact:
+    """One forward visit in one lane: where it stood, when, and whether what went in and came out was good.
+
+    ``entered`` and ``left`` count module entries and exits of the lane; ``left`` is -1 for a visit that never ended.
+    ``previous`` is the sibling that finished last before this visit began, ``last_child`` the child that finished last
+    inside it. ``input_error`` and ``output_error`` are relative errors against the reference, None where there is nothing to
+    compare.
+    """
+
+    module: str
+    visit: int
+    class_: str
+    depth: int
+    leaf: bool
+    parent: tuple[str, int] | None
+    previous: str | None
+    last_child: str | None
+    entered: int
+    left: int
+    inputs: Health
+    outputs: Health
+    input_error: float | None = None
+    output_error: float | None = None
+    bad_input: BadDetail | None = None
+    bad_output: BadDetail | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A discrete choice that differs from the reference's: ``changed`` of ``total`` choices, or a visit made or not made."""
+
+    module: str | None
+    visit: int | None
+    op: str | None
+    order: int
+    changed: int
+    total: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardOrigin:
+    """The first autograd node whose incoming gradient was good and whose outgoing gradient was not."""
+
+    module: str | None
+    visit: int | None
+    class_: str | None
+    node: str
+    health: Health
+    detail: BadDetail | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception that ended a lane: type and message in one line, and the innermost module that was running."""
+
+    text: str
+    module: str | None
+    visit: int | None
+    class_: str | None
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneTrace:
+    """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it."""
+
+    precision: str
+    completed: bool
+    raised: Raised | None
+    loss: float | None
+    loss_found: bool
+    loss_scale: float
+    visits: tuple[VisitFact, ...]
+    measures: Mapping[Place, Measure]
+    order: Mapping[Place, int]
+    gradients: Mapping[str, Gradient]
+    gradient_elements: Mapping[str, int]
+    gradient_norm: float | None
+    gradient_rel_error: float | None
+    backward_ran: bool
+    backward_origin: BackwardOrigin | None
+    poisoned_buffers: tuple[str, ...]
+    flips: tuple[Flip, ...]
+    uninspected: tuple[str, ...]
+    ops_outside_modules: int
+    drawn: int
+    dropout_differs: tuple[str, ...]
+    seconds: float
+    measuring_seconds: float
+    output_rel_error: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A whole replay: the reference's lane, the others by precision, and the model's modules by path and class."""
+
+    reference: LaneTrace
+    lanes: Mapping[str, LaneTrace]
+    modules: Mapping[str, str]
+    not_callable: tuple[str, ...]
+    parameters: Mapping[str, tuple[str, tuple[int, ...]]]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
