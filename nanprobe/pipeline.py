@@ -34,9 +34,9 @@ from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
-from nanprobe.replay.lane_model import Weights, kept_paths
-from nanprobe.replay.process_state import read_flags
-from nanprobe.replay.run import (
+from nanprobe.lanes.lane_model import Weights, kept_paths
+from nanprobe.lanes.process_state import read_flags
+from nanprobe.lanes.run import (
     LaneFailure,
     LossFunction,
     ReplaySpec,
@@ -45,8 +45,8 @@ from nanprobe.replay.run import (
     output_holds_loss,
     replay_lanes,
 )
-from nanprobe.replay.stored import survey
-from nanprobe.replay.trace import LaneTrace, Trace
+from nanprobe.lanes.stored import survey
+from nanprobe.lanes.trace import LaneTrace, Trace
 from nanprobe.version import __version__
 
 __all__ = ["Subject", "replay_command", "run_replay"]

@@ -31,7 +31,7 @@ ROWS: dict[str, int] = {
     "inputs": 3,
     "capture": 4,
     "integrations": 4,
-    "replay": 4,
+    "lanes": 4,
     "diagnose": 5,
     "pipeline": 6,
     "render": 6,
@@ -54,10 +54,10 @@ SAME_ROW = {
 }
 """Rooms of one row that may still see each other, the first importing the second."""
 
-FORBIDDEN = {("diagnose", "replay"), ("replay", "capture"), ("replay", "integrations"), ("diagnose", "capture")}
+FORBIDDEN = {("diagnose", "lanes"), ("lanes", "capture"), ("lanes", "integrations"), ("diagnose", "capture")}
 """Allowed by row, but not wanted: diagnosis works on records, and a replay does not know who captures."""
 
-RECORDS = {"nanprobe.replay.trace", "nanprobe.replay.stored"}
+RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 """Files that hold the records a room hands on; they may be imported where the rest of the room is not wanted."""
 
 TORCH_FREE = {
@@ -202,9 +202,9 @@ def test_every_file_belongs_to_a_known_room() -> None:
         ("records.py", "from nanprobe.config import Settings"),
         ("config.py", "import nanprobe.pipeline"),
         ("inputs/batch.py", "from nanprobe import cli"),
-        ("inputs/batch.py", "from ..replay.lanes import Lane"),
-        ("inputs/batch.py", "def f():\n    from nanprobe.replay import lanes"),
-        ("diagnose/origin.py", "from nanprobe.replay.lanes import Lane"),
+        ("inputs/batch.py", "from ..lanes.lane import Lane"),
+        ("inputs/batch.py", "def f():\n    from nanprobe.lanes import lane"),
+        ("diagnose/origin.py", "from nanprobe.lanes.lanes import Lane"),
         ("render/table.py", "from nanprobe import pipeline"),
         ("config.py", "from nanprobe import replay_something"),
         ("records.py", "from nanprobe.unknown_room import x"),
@@ -217,9 +217,9 @@ def test_a_wrong_direction_is_found(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("pipeline.py", "from nanprobe.replay.lanes import Lane\nimport torch"),
+        ("pipeline.py", "from nanprobe.lanes.lanes import Lane\nimport torch"),
         ("inputs/batch.py", "from .call import bind\nfrom ..errors import UsageError"),
-        ("diagnose/origin.py", "from nanprobe.replay.trace import Trace"),
+        ("diagnose/origin.py", "from nanprobe.lanes.trace import Trace"),
         ("cli.py", "def command():\n    from nanprobe import pipeline"),
         ("__init__.py", "def __getattr__(name):\n    from nanprobe import pipeline"),
     ],

@@ -79,6 +79,8 @@ def _entry(
         dtype=value.dtype or "?",
         shape=value.shape,
         layout=value.layout,
+        conjugate=value.conjugate,
+        negate=value.negate,
         parameter=value.parameter,
         requires_grad=value.requires_grad,
         persistent=found.persistent,

@@ -78,7 +78,7 @@ def _assemble(located: Located, files: list[FileIndex], problems: Iterable[Probl
         known = [CheckpointFile(path=located.file, kind=located.kind, size=os.path.getsize(located.file))]
     return CheckpointIndex(
         path=located.path,
-        kind=located.kind,
+        kind=located.kind if len(files) != 1 or located.kind == "sharded" else files[0].kind,
         files=tuple(known),
         tensors=tuple(entry for file in files for entry in file.tensors),
         storages=storages,

@@ -85,5 +85,7 @@ class TensorValue:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     layout: str = "strided"
+    conjugate: bool = False
+    negate: bool = False
     parameter: bool = False
     requires_grad: bool = False

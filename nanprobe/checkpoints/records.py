@@ -102,7 +102,8 @@ class TensorEntry:
 
     ``name`` joins ``path``, the keys from the file's root, with dots. ``dtype`` is PyTorch's name where it has one.
     ``layout`` is "strided", "quantized" (integers that a scale belongs to) or "meta" (no data). ``unreadable`` says why
-    the bytes cannot be read, None when they can. ``role`` is decided later, from the names ("weight", "exp_avg").
+    the bytes cannot be read, None when they can. ``conjugate`` and ``negate`` say that the values are the conjugates or
+    the negatives of the bytes (PyTorch saves such lazy views as they are). ``role`` is decided later, from the names ("weight", "exp_avg").
     """
 
     name: str
@@ -112,6 +113,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()
     layout: str = "strided"
+    conjugate: bool = False
+    negate: bool = False
     parameter: bool = False
     requires_grad: bool = False
     persistent: bool = True

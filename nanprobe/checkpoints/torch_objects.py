@@ -85,10 +85,22 @@ def _strided(args: tuple[Any, ...]) -> TensorValue:
     return value
 
 
+def _strided_v2(args: tuple[Any, ...]) -> TensorValue:
+    return _with_bits(_strided(args), args[6] if len(args) > 6 else None)
+
+
+def _with_bits(value: TensorValue, metadata: Any) -> TensorValue:
+    """Return ``value`` with the bits of a lazy conjugate or negative, which the file keeps beside the tensor."""
+    if isinstance(metadata, dict):
+        value.conjugate = metadata.get("conj") is True
+        value.negate = metadata.get("neg") is True
+    return value
+
+
 def _strided_v3(args: tuple[Any, ...]) -> TensorValue:
     value = _strided(args)
     value.dtype = _dtype(args[6])
-    return value
+    return _with_bits(value, args[7] if len(args) > 7 else None)
 
 
 def _quantized(args: tuple[Any, ...]) -> TensorValue:
@@ -125,9 +137,9 @@ def _from_type(args: tuple[Any, ...]) -> Any:
 
 
 def _sparse(args: tuple[Any, ...]) -> Foreign:
-    names = ("indices", "values") if len(args[1]) in (3, 4) and isinstance(args[1][2], tuple) else ()
-    parts = dict(zip(names, args[1], strict=False)) if names else dict(enumerate(args[1]))
-    return Foreign(Global("torch", "sparse"), (), parts)
+    coordinates = len(args[1]) > 2 and isinstance(args[1][2], tuple)
+    names = ("indices", "values") if coordinates else ("compressed_indices", "plain_indices", "values")
+    return Foreign(Global("torch", "sparse"), (), dict(zip(names, args[1], strict=False)))
 
 
 def _cpu_tensor(args: tuple[Any, ...]) -> Any:
@@ -140,7 +152,7 @@ def _size(args: tuple[Any, ...]) -> Any:
 
 BUILDERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch._utils._rebuild_tensor": _strided,
-    "torch._utils._rebuild_tensor_v2": _strided,
+    "torch._utils._rebuild_tensor_v2": _strided_v2,
     "torch._utils._rebuild_tensor_v3": _strided_v3,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_parameter": _parameter,

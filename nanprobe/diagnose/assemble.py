@@ -22,7 +22,7 @@ from nanprobe.records import (
     PrecisionResult,
     VisitRow,
 )
-from nanprobe.replay.trace import LaneTrace, Place, Trace
+from nanprobe.lanes.trace import LaneTrace, Place, Trace
 
 __all__ = [
     "apply_ignores",

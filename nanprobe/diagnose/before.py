@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanprobe.formats import by_name
 from nanprobe.records import FirstBad, Remedy
-from nanprobe.replay.stored import StoredTensor
+from nanprobe.lanes.stored import StoredTensor
 
 __all__ = ["StoredFault", "stored_faults"]
 

@@ -10,7 +10,7 @@ from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.formats import NumberFormat, by_dtype, by_name
 from nanprobe.records import Divergence, FirstBad, Remedy
-from nanprobe.replay.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
+from nanprobe.lanes.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
 
 __all__ = ["LaneDiagnosis", "diagnose_lane"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from nanprobe.replay.trace import VisitFact
+from nanprobe.lanes.trace import VisitFact
 
 __all__ = ["Origin", "find_origins"]
 

@@ -49,7 +49,9 @@ class TensorSource:
             )
         try:
             if len(entry.pieces) == 1:
-                return self._view(entry, 0, dtype)
+                view = self._view(entry, 0, dtype)
+                view = view.conj() if entry.conjugate else view
+                return torch._neg_view(view) if entry.negate else view
             whole = torch.empty(entry.shape, dtype=dtype)
             for number, piece in enumerate(entry.pieces):
                 block = tuple(slice(at, at + size) for at, size in zip(piece.start, piece.shape, strict=True))

@@ -21,13 +21,13 @@ from torch import nn
 
 from nanprobe.numerics.stats import Difference, TensorStats, difference, measure, total_difference
 from nanprobe.numerics.tree import named_tensors, uninspected
-from nanprobe.replay.backward import NodeWatch
-from nanprobe.replay.conductor import Conductor, Key, Posted, Request
-from nanprobe.replay.lane_model import LaneModel
-from nanprobe.replay.local import LocalTwin
-from nanprobe.replay.measures import MeasureBuilder, bad_detail, health_of
-from nanprobe.replay.placement import Placement
-from nanprobe.replay.trace import HEALTHY, BadDetail, Flip, Health, Place, Raised, VisitFact
+from nanprobe.lanes.backward import NodeWatch
+from nanprobe.lanes.conductor import Conductor, Key, Posted, Request
+from nanprobe.lanes.lane_model import LaneModel
+from nanprobe.lanes.local import LocalTwin
+from nanprobe.lanes.measures import MeasureBuilder, bad_detail, health_of
+from nanprobe.lanes.placement import Placement
+from nanprobe.lanes.trace import HEALTHY, BadDetail, Flip, Health, Place, Raised, VisitFact
 
 __all__ = ["Frame", "Lane", "LaneSettings"]
 

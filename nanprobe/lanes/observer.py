@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanprobe.replay.draws import draw_rounded
-from nanprobe.replay.lane import Lane
+from nanprobe.lanes.draws import draw_rounded
+from nanprobe.lanes.lane import Lane
 
 __all__ = ["Observer"]
 

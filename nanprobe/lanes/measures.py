@@ -10,7 +10,7 @@ import torch
 from nanprobe.formats import NumberFormat
 from nanprobe.numerics.stats import Difference, TensorStats, format_of, mask_fill, total_difference
 from nanprobe.records import Measure, OutputMeasure
-from nanprobe.replay.trace import BadDetail, Health
+from nanprobe.lanes.trace import BadDetail, Health
 
 __all__ = ["MeasureBuilder", "bad_detail", "health_of"]
 

@@ -12,8 +12,8 @@ from torch import nn
 from nanprobe.formats import by_name
 from nanprobe.numerics.stats import TensorStats, measure, plain_values
 from nanprobe.numerics.tree import named_tensors
-from nanprobe.replay.measures import bad_detail
-from nanprobe.replay.trace import BadDetail
+from nanprobe.lanes.measures import bad_detail
+from nanprobe.lanes.trace import BadDetail
 
 __all__ = ["StoredTensor", "survey"]
 

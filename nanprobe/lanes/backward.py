@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nanprobe.numerics.stats import is_finite, measure
-from nanprobe.replay.measures import bad_detail, health_of
-from nanprobe.replay.trace import HEALTHY, BackwardOrigin, Health
+from nanprobe.lanes.measures import bad_detail, health_of
+from nanprobe.lanes.trace import HEALTHY, BackwardOrigin, Health
 
 __all__ = ["NodeWatch"]
 

@@ -22,13 +22,13 @@ from nanprobe.numerics.stats import Difference, difference, is_finite, measure, 
 from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import Gradient
-from nanprobe.replay.baton import LaneThread
-from nanprobe.replay.conductor import Conductor
-from nanprobe.replay.lane import Lane, LaneSettings
-from nanprobe.replay.lane_model import LaneModel, Weights, copy_model
-from nanprobe.replay.observer import Observer
-from nanprobe.replay.process_state import ProcessState, reference_flags
-from nanprobe.replay.trace import LaneTrace, Raised, Trace
+from nanprobe.lanes.baton import LaneThread
+from nanprobe.lanes.conductor import Conductor
+from nanprobe.lanes.lane import Lane, LaneSettings
+from nanprobe.lanes.lane_model import LaneModel, Weights, copy_model
+from nanprobe.lanes.observer import Observer
+from nanprobe.lanes.process_state import ProcessState, reference_flags
+from nanprobe.lanes.trace import LaneTrace, Raised, Trace
 
 __all__ = [
     "Bind",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nanprobe.numerics.stats import TensorStats
-from nanprobe.replay.baton import LaneThread
+from nanprobe.lanes.baton import LaneThread
 
 __all__ = ["WINDOW", "Conductor", "Key", "Posted", "Request"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanprobe.numerics.tree import map_tensors, named_tensors
-from nanprobe.replay.lane_model import LaneModel
+from nanprobe.lanes.lane_model import LaneModel
 
 __all__ = ["Placement"]
 
