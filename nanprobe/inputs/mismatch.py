@@ -28,6 +28,7 @@ _SHAPE = re.compile(
     r"not enough values to unpack|too many values to unpack|running_mean|input_size|elements",
     re.IGNORECASE,
 )
+_UNPACK = re.compile(r"values to unpack \(expected (\d+)(?:, got (\d+))?\)")
 _TYPE = re.compile(
     r"same dtype|scalar type|must be Tensor|Expected tensor for argument|expected .* to have the same dtype|"
     r"should be the same|but found \w+|not implemented for '(?:Long|Int|Byte|Bool|Short|Char|Double)'",
@@ -169,32 +170,45 @@ def _wrong_type(error: BaseException, model: nn.Module, call: Call, path: str | 
 
 
 def _wrong_shape(error: BaseException, model: nn.Module, call: Call, path: str | None, inputs: Any) -> str | None:
-    place = _place(model, path)
-    if path == "" or path is None:
-        shared = _disagreeing(str(error), call)
-    else:
-        shared = _shared(call, inputs) or _disagreeing(str(error), call)
-    if not shared:
+    message = str(error)
+    module = _module(model, path)
+    # A container is given the batch whole, which says nothing about what its own code used when it raised.
+    leaf = module is not None and next(module.children(), None) is None
+    found = _shared(call, inputs) if leaf or path else []
+    found = found or _unpacked(message, call) or _disagreeing(message, call)
+    if not found:
         return None
-    fields = ", ".join(f"`{field}` {list(t.shape)}" for field, t in shared)
-    verb = "does not fit" if len(shared) == 1 else "do not fit"
-    return f"batch: {fields} {verb} {place}: {_first_line(error)}"
+    fields = ", ".join(f"`{field}` {list(t.shape)}" for field, t in found)
+    verb = "does not fit" if len(found) == 1 else "do not fit"
+    return f"batch: {fields} {verb} {_place(model, path)}: {_first_line(error)}"
+
+
+def _unpacked(message: str, call: Call) -> list[tuple[str, Tensor]]:
+    """Return the fields whose number of dimensions code as ``b, c, h, w = x.shape`` stumbled over."""
+    found = _UNPACK.search(message)
+    if found is None:
+        return []
+    wanted, got = int(found.group(1)), found.group(2)
+    return [(path, t) for path, t in _fields(call) if (t.ndim == int(got) if got is not None else t.ndim > wanted)]
 
 
 def _disagreeing(message: str, call: Call) -> list[tuple[str, Tensor]]:
-    """Return the fields whose sizes the message names, each of the first two different sizes held by one of them."""
+    """Return the fields that the message is about by the sizes it names.
+
+    Of several fields, two that hold two different sizes each of which the other has not; a field that stands alone,
+    when one of its sizes is named. Elements of a field count as a size of it, since fields get flattened.
+    """
     sizes = list(dict.fromkeys(int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", message)))
-    fields = list(_fields(call))
-    if len(fields) == 1 and fields[0][1].ndim and set(sizes) & set(fields[0][1].shape[1:]):
-        return fields
-    holders = {size: [f for f in fields if size in f[1].shape] for size in sizes}
-    held = [size for size in sizes if holders[size]]
-    for position, first in enumerate(held):
-        for second in held[position + 1 :]:
-            apart = [f for f in holders[first] if second not in f[1].shape]
-            other = [f for f in holders[second] if first not in f[1].shape]
-            if apart and other:
-                return [apart[0], other[0]]
+    fields = [(path, t, {*t.shape, t.numel()}) for path, t in _fields(call)]
+    if len(fields) == 1:
+        path, tensor, own = fields[0]
+        return [(path, tensor)] if set(sizes) & (own - set(tensor.shape[:1])) else []
+    for position, first in enumerate(sizes):
+        for second in sizes[position + 1 :]:
+            one = [(path, t) for path, t, own in fields if first in own and second not in own]
+            other = [(path, t) for path, t, own in fields if second in own and first not in own]
+            if one and other:
+                return [one[0], other[0]]
     return []
 
 
