@@ -75,7 +75,7 @@ def attention_scores(model: nn.Module) -> dict[str, Tensor]:
         looking = torch.empty(width, width)
         nn.init.orthogonal_(looking)
         halves = (received @ looking.T).unflatten(-1, (2, -1))
-        looking *= math.sqrt(7.6e4 / halves.pow(2).sum(-1).max())
+        looking *= math.sqrt(6.9e4 / halves.pow(2).sum(-1).max())
         qkv.weight[:width] = looking
         qkv.weight[width : 2 * width] = looking
     return batch

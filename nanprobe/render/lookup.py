@@ -79,7 +79,7 @@ class BadCounts:
 
 
 def bad_counts(report: ReplayReport, bad: FirstBad) -> BadCounts:
-    """Return the kinds behind ``bad.count``, from the finding that describes it or the row that it names.
+    """Return the kinds behind ``bad.count``: from the finding that describes it, the row it names, or its mechanism.
 
     Only numbers that add up to ``bad.count`` are used: a row sums all of a visit's tensors, the origin may be one.
     """
@@ -96,7 +96,8 @@ def bad_counts(report: ReplayReport, bad: FirstBad) -> BadCounts:
             counts = BadCounts(nan=values[0], posinf=values[1], neginf=values[2])
             if counts.total and counts.total == bad.count:
                 return counts
-    return BadCounts()
+    # Only the sign stays open then: an overflow makes nothing but infinities.
+    return BadCounts(posinf=bad.count) if bad.mechanism == "overflow" else BadCounts()
 
 
 def is_culprit(report: ReplayReport, finding: Finding, *, only: FirstBad | None = None) -> bool:

@@ -110,7 +110,10 @@ def setting(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {setting(item)}" for key, item in value.items()) or "none"
+        inner = (
+            (key, f"({setting(item)})" if isinstance(item, Mapping) else setting(item)) for key, item in value.items()
+        )
+        return ", ".join(f"{key} {text}" for key, text in inner) or "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(setting(item) for item in value) or "none"
     return str(value)

@@ -6,6 +6,7 @@ no row is ever missing without a word.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from nanprobe.records import Divergence, FirstBad, ReplayReport, VisitRow
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import bad_counts, candidates, divergence_of, row_of, visits
+from nanprobe.render.lookup import bad_counts, candidates, divergence_of, is_bad, row_of, visits
 from nanprobe.render.names import visit_name
 from nanprobe.render.sentences import between_words
 
@@ -178,6 +179,8 @@ def _note(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
         counts = bad_counts(report, place)
         kinds = numbers.kinds(counts.nan, counts.posinf, counts.neginf) or f"{place.count:,} NaN or Inf"
         amount = f": {kinds} of {numbers.plural(place.elements, 'element')}"
+        if place.reference_absmax is not None and place.precision != report.reference:
+            amount += f", {report.reference.upper()} reaches {numbers.magnitude(place.reference_absmax)}"
     elif isinstance(place, Divergence):
         amount = f": rel. error {numbers.error(place.rel_error)}"
     parameter = place.parameter if isinstance(place, FirstBad) else None
@@ -238,9 +241,9 @@ def _worst_error(report: ReplayReport, rows: tuple[VisitRow, ...]) -> str:
         (measure.rel_error, name)
         for row in rows
         for name, measure in row.precisions.items()
-        if name != report.reference and measure.rel_error is not None and measure.rel_error == measure.rel_error
+        if name != report.reference and measure.rel_error is not None and not is_bad(measure)
     ]
     if not errors:
         return ""
-    value, name = max(errors)
+    value, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     return f", worst rel. error {numbers.error(value)} ({name})"

@@ -127,7 +127,9 @@ def _gradient_line(report: ReplayReport, name: str, ink: Ink, verbose: bool) -> 
     parts = []
     if bad:
         described = [f"{ink.name(row.parameter)} {_bad_words(row, name)}" for row in bad]
-        parts.append(f"{numbers.of(len(bad), len(there), 'parameter')} non-finite ({_some(described, verbose)})")
+        # Where everything is bad, the first few names say nothing.
+        which = "" if len(bad) == len(there) > _FEW and not verbose else f" ({_some(described, verbose)})"
+        parts.append(f"{numbers.of(len(bad), len(there), 'parameter')} non-finite{which}")
     elif there:
         parts.append(f"{numbers.of(len(there), len(there), 'parameter')} finite")
     if flushed:
@@ -187,10 +189,11 @@ def _remedies(report: ReplayReport) -> list[Remedy]:
 
 
 def _remedy_line(remedy: Remedy, ink: Ink) -> str:
+    text = ink.prose(remedy.text).rstrip(".")
     if not remedy.verified:
-        return f"try: {ink.prose(remedy.text)} (not verified)"
+        return f"try: {text} (not verified)"
     left = "" if remedy.rel_error is None else f", rel. error of the output {numbers.error(remedy.rel_error)}"
-    return f"works: {ink.prose(remedy.text)} (verified by a replay{left})"
+    return f"works: {text} (verified by a replay{left})"
 
 
 def _reproduce(report: ReplayReport) -> str:
@@ -225,7 +228,7 @@ def _commands(report: ReplayReport, ink: Ink, folded: bool) -> list[str]:
     if bad is not None and keep is not None and keep.modules and not keep.verified:
         listed = ", ".join(f'"{module}"' for module in keep.modules)
         again = ink.command(f"nanprobe replay{tail} --dtype {bad.precision}")
-        lines.append(f"to check FP32 there, add {ink.command(f'keep_fp32: [{listed}]')} to the config, then {again}")
+        lines.append(f"to check FP32 there, add {ink.command(f'keep_fp32: [{listed}]')} to the config and run {again}")
     if any(not result.completed for result in report.precisions.values()):
         lines.append(f"for the traceback, add {ink.command('--debug')}")
     if folded:
