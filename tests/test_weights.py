@@ -246,6 +246,24 @@ def test_misfits_name_keys_and_shapes(tmp_path: Path) -> None:
     assert "\n" not in text
 
 
+def test_saved_buffers_that_the_model_makes_itself_are_left_alone(tmp_path: Path) -> None:
+    torch.save({**filled(Mixed()).state_dict(), "transient": torch.ones(2)}, tmp_path / "a.pt")
+    model = Mixed()
+    result = load_into(model, read_state_dict(tmp_path / "a.pt"))
+    assert result.unexpected == ()
+    assert any("left alone: transient" in note for note in result.notes)
+    assert model.transient.tolist() == [5, 5]
+
+
+def test_lazy_conjugates_and_negatives(tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = {"conjugate": values.conj(), "negative": values.clone().conj().imag}
+    torch.save(tensors, tmp_path / "a.pt")
+    found = read_state_dict(tmp_path / "a.pt")
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["negative"].tolist() == [-2, 4]
+
+
 def test_many_unexpected_keys_are_counted(tmp_path: Path) -> None:
     state = {**nn.Linear(2, 2).state_dict(), **{f"extra{number}": torch.ones(1) for number in range(15)}}
     torch.save(state, tmp_path / "a.pt")

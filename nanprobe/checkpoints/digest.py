@@ -6,6 +6,7 @@ import hashlib
 import os
 
 from nanprobe.checkpoints.index import index_checkpoint
+from nanprobe.checkpoints.locate import look
 from nanprobe.errors import UsageError
 
 __all__ = ["content_digest"]
@@ -14,20 +15,33 @@ __all__ = ["content_digest"]
 def content_digest(path: str | os.PathLike[str]) -> str:
     """Return "sha256:" and the hexadecimal digest of the file's bytes.
 
-    For a folder or an index of shards it is over the checkpoint's files, sorted by name: name, a zero byte and the
-    file's digest each. UsageError when something cannot be read.
+    For an index of shards or a folder it is over the checkpoint's files, or over all files of a folder that holds no
+    checkpoint, sorted by name: name, a zero byte and the file's digest each. UsageError when something cannot be read.
     """
     text = os.fspath(path)
-    if os.path.isfile(text) and not text.endswith(".json"):
+    if os.path.isfile(text) and look(text).kind != "shard-index":
         return f"sha256:{_file_digest(text)}"
-    index = index_checkpoint(text)
-    if len(index.files) == 1 and index.kind != "sharded":
-        return f"sha256:{_file_digest(index.files[0].path)}"
+    paths = _files_of(text)
+    if len(paths) == 1:
+        return f"sha256:{_file_digest(paths[0])}"
     total = hashlib.sha256()
-    for file in sorted(index.files, key=lambda file: os.path.basename(file.path)):
-        total.update(os.path.basename(file.path).encode("utf-8", "surrogateescape") + b"\0")
-        total.update(_file_digest(file.path).encode("ascii"))
+    for path in sorted(paths, key=os.path.basename):
+        total.update(os.path.basename(path).encode("utf-8", "surrogateescape") + b"\0")
+        total.update(_file_digest(path).encode("ascii"))
     return f"sha256:{total.hexdigest()}"
+
+
+def _files_of(path: str) -> list[str]:
+    """Return the files of a checkpoint; of a folder that holds none (a bundle) its regular files."""
+    try:
+        return [file.path for file in index_checkpoint(path).files]
+    except UsageError:
+        if not os.path.isdir(path):
+            raise
+    files = [entry.path for entry in os.scandir(path) if entry.is_file()]
+    if not files:
+        raise UsageError(f"folder {path} holds no files")
+    return files
 
 
 def _file_digest(path: str) -> str:

@@ -101,9 +101,10 @@ class TensorEntry:
     """One tensor of a checkpoint under one name.
 
     ``name`` joins ``path``, the keys from the file's root, with dots. ``dtype`` is PyTorch's name where it has one.
-    ``layout`` is "strided", "quantized" (integers that a scale belongs to) or "meta" (no data). ``unreadable`` says why
-    the bytes cannot be read, None when they can. ``conjugate`` and ``negate`` say that the values are the conjugates or
-    the negatives of the bytes (PyTorch saves such lazy views as they are). ``role`` is decided later, from the names ("weight", "exp_avg").
+    ``layout`` is "strided", "quantized" (integers that a scale belongs to) or "meta" (no data). ``conjugate`` and
+    ``negate`` say that the values are the conjugates or the negatives of the bytes (PyTorch saves such lazy views as
+    they are). ``persistent`` is false for a buffer that its module would not save. ``unreadable`` says why the bytes
+    cannot be read, None when they can. ``role`` is decided later, from the names ("weight", "exp_avg").
     """
 
     name: str

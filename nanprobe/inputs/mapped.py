@@ -61,6 +61,9 @@ class TensorSource:
             raise UsageError(f"checkpoint {damage.problem.file} cannot be used: {damage.problem.message}") from None
         except OSError as error:
             raise UsageError(f"checkpoint {entry.file} cannot be read: {error.strerror or error}") from None
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"checkpoint {entry.file}: tensor {entry.name!r} cannot be made: {reason}") from None
 
     def _view(self, entry: TensorEntry, number: int, dtype: torch.dtype) -> torch.Tensor:
         piece = entry.pieces[number]

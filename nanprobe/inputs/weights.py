@@ -7,7 +7,7 @@ a module keeps to its parameters stay right, ``requires_grad`` stays as it was, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ class _Slot:
     before: torch.Tensor
 
 
-def load_into(model: nn.Module, state_dict: dict[str, torch.Tensor], *, strict: bool = True) -> LoadResult:
+def load_into(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> LoadResult:
     """Put ``state_dict`` into ``model`` without copying what can stay mapped.
 
     A missing key that is tied to a loaded one is fine. UsageError when shapes differ, when nothing matches, and, with
@@ -78,7 +78,13 @@ def load_into(model: nn.Module, state_dict: dict[str, torch.Tensor], *, strict: 
         for key in outcome.missing_keys
         if not key.endswith(_EXTRA_STATE) and not (key in by_key and id(by_key[key].before) in loaded)
     )
-    unexpected = tuple(key for key in outcome.unexpected_keys if not key.endswith(_EXTRA_STATE))
+    own = _computed_buffers(model)
+    computed = [key for key in outcome.unexpected_keys if key in own]
+    if computed:
+        notes.append(
+            f"the checkpoint holds buffers that the model makes itself; they were left alone: {_listed(computed)}"
+        )
+    unexpected = tuple(key for key in outcome.unexpected_keys if key not in computed and not key.endswith(_EXTRA_STATE))
     if (missing or unexpected) and (strict or not loaded):
         raise UsageError(_misfit(path, missing, unexpected, state_dict, by_key, any_loaded=bool(loaded)))
     for (source, target), count in sorted(kinds.items()):
@@ -108,6 +114,15 @@ def _slots(model: nn.Module) -> list[_Slot]:
     return slots
 
 
+def _computed_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers outside the state dict; an older version of the model may have saved them."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
 def _tensors(slots: Iterable[_Slot]) -> list[torch.Tensor]:
     return [tensor for slot in slots if not _empty(tensor := getattr(slot.module, slot.name))]
 
@@ -117,7 +132,7 @@ def _empty(tensor: torch.Tensor) -> bool:
     return nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided
 
 
-def _refuse_misfits(state_dict: dict[str, torch.Tensor], by_key: dict[str, _Slot], path: str) -> None:
+def _refuse_misfits(state_dict: Mapping[str, torch.Tensor], by_key: dict[str, _Slot], path: str) -> None:
     faults: list[str] = []
     for key, slot in by_key.items():
         tensor = state_dict.get(key)
@@ -134,7 +149,7 @@ def _refuse_misfits(state_dict: dict[str, torch.Tensor], by_key: dict[str, _Slot
 
 
 def _converted(
-    state_dict: dict[str, torch.Tensor], by_key: dict[str, _Slot]
+    state_dict: Mapping[str, torch.Tensor], by_key: dict[str, _Slot]
 ) -> tuple[StateDict, dict[tuple[str, str], int]]:
     """Return the state dict in the model's types, and how many tensors went from which type to which."""
     prepared = StateDict(dict(state_dict), getattr(state_dict, "path", ""))
@@ -231,7 +246,7 @@ def _misfit(
     path: str,
     missing: tuple[str, ...],
     unexpected: tuple[str, ...],
-    state_dict: dict[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
     by_key: dict[str, _Slot],
     *,
     any_loaded: bool,

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from nanprobe.checkpoints import Damage, index_checkpoint, stream_extent
 from nanprobe.errors import NanprobeError
+from nanprobe.inputs.weights import read_state_dict
 from tests.checkpoints.make import every_dtype, rezip, safetensors_dtypes, save_sharded, with_views
 
 NUMBERS = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
@@ -129,6 +130,11 @@ def survive(path: Path) -> str:
         index = index_checkpoint(path)
     except NanprobeError:
         return "refused"
+    try:
+        read_state_dict(path)
+    except NanprobeError as error:
+        if "\n" in str(error):
+            raise AssertionError(f"more than one line: {error}") from error
     for storage in index.storages.values():
         try:
             for extent in storage.extents:

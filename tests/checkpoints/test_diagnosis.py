@@ -406,3 +406,9 @@ def test_content_digest(tmp_path: Path) -> None:
         file.seek(-1, 2)
         file.write(b"\x7f")
     assert content_digest(index_file) != before
+    (tmp_path / "bundle").mkdir()
+    for name in ("one.json", "two.json"):
+        (tmp_path / "bundle" / name).write_text("{}")
+    assert content_digest(tmp_path / "bundle").startswith("sha256:")
+    with pytest.raises(UsageError, match="does not exist"):
+        content_digest(tmp_path / "none")
