@@ -35,6 +35,8 @@ ROWS: dict[str, int] = {
     "diagnose": 5,
     "pipeline": 6,
     "render": 6,
+    "report": 7,
+    "api": 7,
     "cli": 7,
     "_console": 7,
     "__main__": 7,
@@ -47,6 +49,7 @@ INTERFACE = "__init__"
 SAME_ROW = {
     ("inputs", "checkpoints"),
     ("exit_codes", "records"),
+    ("api", "report"),
     ("__main__", "cli"),
     ("cli", "_console"),
     ("__main__", "_console"),
@@ -62,7 +65,7 @@ RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 
 TORCH_FREE = {
     "errors", "records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes", "version",
-    "config", "serialize", "render", "cli", "_console", "__main__", INTERFACE,
+    "config", "serialize", "render", "cli", "_console", "__main__", "report", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
 
@@ -204,7 +207,7 @@ def test_every_file_belongs_to_a_known_room() -> None:
         ("inputs/batch.py", "from nanprobe import cli"),
         ("inputs/batch.py", "from ..lanes.lane import Lane"),
         ("inputs/batch.py", "def f():\n    from nanprobe.lanes import lane"),
-        ("diagnose/origin.py", "from nanprobe.lanes.lanes import Lane"),
+        ("diagnose/origin.py", "from nanprobe.lanes.lane import Lane"),
         ("render/table.py", "from nanprobe import pipeline"),
         ("config.py", "from nanprobe import replay_something"),
         ("records.py", "from nanprobe.unknown_room import x"),
@@ -217,7 +220,7 @@ def test_a_wrong_direction_is_found(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("pipeline.py", "from nanprobe.lanes.lanes import Lane\nimport torch"),
+        ("pipeline.py", "from nanprobe.lanes.lane import Lane\nimport torch"),
         ("inputs/batch.py", "from .call import bind\nfrom ..errors import UsageError"),
         ("diagnose/origin.py", "from nanprobe.lanes.trace import Trace"),
         ("cli.py", "def command():\n    from nanprobe import pipeline"),
