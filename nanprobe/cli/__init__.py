@@ -44,6 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         discard_stdout()
         return OK
+    except SystemExit as error:
+        # Typer ends the process when the reader of its help is gone; anything else is user code in a replay.
+        if isinstance(error.__context__, BrokenPipeError):
+            discard_stdout()
+            return OK
+        text = f"the replayed code ended the program: sys.exit({error.code!r})"
+        return _fail(arguments, command, error, INCOMPLETE, text)
     except NanprobeError as error:
         return _fail(arguments, command, error, error.exit_code)
     except typer.TyperException as error:

@@ -175,7 +175,7 @@ def _wrong_shape(error: BaseException, model: nn.Module, call: Call, path: str |
     # A container is given the batch whole, which says nothing about what its own code used when it raised.
     leaf = module is not None and next(module.children(), None) is None
     found = _shared(call, inputs) if leaf or path else []
-    found = found or _unpacked(message, call) or _disagreeing(message, call)
+    found = found or _unpacked(message, call) or _disagreeing(message, call, alone=not leaf)
     if not found:
         return None
     fields = ", ".join(f"`{field}` {list(t.shape)}" for field, t in found)
@@ -192,17 +192,17 @@ def _unpacked(message: str, call: Call) -> list[tuple[str, Tensor]]:
     return [(path, t) for path, t in _fields(call) if (t.ndim == int(got) if got is not None else t.ndim > wanted)]
 
 
-def _disagreeing(message: str, call: Call) -> list[tuple[str, Tensor]]:
+def _disagreeing(message: str, call: Call, *, alone: bool) -> list[tuple[str, Tensor]]:
     """Return the fields that the message is about by the sizes it names.
 
-    Of several fields, two that hold two different sizes each of which the other has not; a field that stands alone,
-    when one of its sizes is named. Elements of a field count as a size of it, since fields get flattened.
+    Of several fields, two that hold two different sizes each of which the other has not; with ``alone`` also the only
+    field, when one of its sizes is named. Elements of a field count as a size of it, since fields get flattened.
     """
     sizes = list(dict.fromkeys(int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", message)))
     fields = [(path, t, {*t.shape, t.numel()}) for path, t in _fields(call)]
     if len(fields) == 1:
         path, tensor, own = fields[0]
-        return [(path, tensor)] if set(sizes) & (own - set(tensor.shape[:1])) else []
+        return [(path, tensor)] if alone and set(sizes) & (own - set(tensor.shape[:1])) else []
     for position, first in enumerate(sizes):
         for second in sizes[position + 1 :]:
             one = [(path, t) for path, t, own in fields if first in own and second not in own]
