@@ -10,6 +10,7 @@ from nanprobe.records import Divergence, Finding, FirstBad, Measure, PrecisionRe
 from nanprobe.render import numbers
 
 __all__ = [
+    "STORED",
     "BadCounts",
     "bad_counts",
     "candidates",
@@ -21,6 +22,10 @@ __all__ = [
     "spoken",
     "visits",
 ]
+
+
+STORED = ("input", "parameter", "buffer")
+"""The phases before the first operation: what is bad there was so in every precision, or became so by a cast."""
 
 
 def spoken(report: ReplayReport, precision: str) -> str:
@@ -108,19 +113,20 @@ def is_culprit(report: ReplayReport, finding: Finding, *, only: FirstBad | None 
         for place in (result.first_bad, divergence_of(result)):
             if place is None or (only is not None and not _same_origin(place, only)):
                 continue
-            same_place = (finding.precision, finding.phase, finding.module) == (
-                place.precision,
-                place.phase,
-                place.module,
-            )
-            if same_place and place.mechanism in (None, finding.mechanism, finding.rule):
+            stored = place.phase in STORED and finding.precision is None
+            same_place = (finding.phase, finding.module) == (place.phase, place.module)
+            if (
+                same_place
+                and (stored or finding.precision == place.precision)
+                and place.mechanism in (None, finding.mechanism, finding.rule)
+            ):
                 return True
     return False
 
 
 def _same_origin(place: FirstBad | Divergence, other: FirstBad) -> bool:
     """Whether two culprits are the same one; what was there before anything ran is the same in every precision."""
-    if place.phase in ("input", "parameter", "buffer") and isinstance(place, FirstBad):
+    if place.phase in STORED and isinstance(place, FirstBad):
         return (place.phase, place.parameter, place.count) == (other.phase, other.parameter, other.count)
     return place == other
 

@@ -40,6 +40,7 @@ def markdown(report: ReplayReport, options: Options) -> str:
     facts = [f"Coverage: {sections.coverage(report, ink, verbose=verbose)}"]
     facts += [f"Not measured: {line}" for line in sections.not_measured(report, ink, verbose=verbose)]
     facts.append(f"Replayed: {sections.conditions(report, ink, verbose=verbose)}")
+    facts += [f"Note: {line}" for line in sections.notes(report, ink)]
     if verbose:
         facts.append(f"Time: {sections.timings(report, ink)}")
     blocks.append("\n".join(f"- {fact}" for fact in facts))

@@ -16,7 +16,7 @@ from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
 from nanprobe.render.lookup import bad_counts, candidates, divergence_of, is_bad, row_of, visits
 from nanprobe.render.names import visit_name
-from nanprobe.render.sentences import between_words
+from nanprobe.render.sentences import between_words, joined
 
 __all__ = ["ALSO", "CULPRIT", "Fold", "Item", "Note", "Shown", "fold_words", "select"]
 
@@ -92,12 +92,14 @@ def fold_words(report: ReplayReport, rows: tuple[VisitRow, ...]) -> str:
     if all(set(counter) == {"clean"} for counter in states.values()):
         text = f"{visits(rows)} clean in every precision"
     else:
-        parts = []
+        alike: dict[str, list[str]] = {}
         for name, counter in states.items():
             if set(counter) != {"clean"}:
-                parts.append(f"{name} " + ", ".join(f"{_share(n, len(rows))} {state}" for state, n in counter.items()))
+                words = ", ".join(f"{_share(number, len(rows))} {state}" for state, number in counter.items())
+                alike.setdefault(words, []).append(name)
         clean = [name for name in candidates(report) if set(states[name]) == {"clean"}]
-        parts += [f"{name} clean" for name in clean]
+        parts = [f"{joined(names)} {words}" for words, names in alike.items()]
+        parts += [f"{joined(clean)} clean"] if clean else []
         text = f"{visits(rows)}: " + "; ".join(parts)
     return text + _worst_error(report, rows)
 

@@ -15,17 +15,20 @@ from nanprobe.render.lookup import candidates, is_culprit, path_of, spoken
 from nanprobe.render.names import ROOT, visit_name
 from nanprobe.render.sentences import joined
 
-__all__ = ["conditions", "coverage", "findings", "gradients", "next_steps", "not_measured", "timings"]
+__all__ = ["conditions", "coverage", "findings", "gradients", "next_steps", "not_measured", "notes", "timings"]
 
 _FEW = 4
 _MOST_FINDINGS = 12
 _CONDITIONS = ("mode", "train", "backward", "loss_scale", "seed", "emulated")
-_TOLD_WITH_OTHERS = ("autocast_policy",)
+_TOLD_ELSEWHERE = ("autocast_policy", "notes")
 
 
 def gradients(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
-    """Return one line for each precision: how many parameters have bad or flushed gradients, and which."""
-    return [_gradient_line(report, name, ink, verbose) for name in report.precisions] if report.gradients else []
+    """Return how many parameters have bad or flushed gradients, and which; precisions that agree share a line."""
+    alike: dict[str, list[str]] = {}
+    for name in report.precisions if report.gradients else ():
+        alike.setdefault(_gradient_words(report, name, ink, verbose), []).append(spoken(report, name))
+    return [f"{joined(names)}: {words}" for words, names in alike.items()]
 
 
 def findings(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
@@ -52,11 +55,15 @@ def next_steps(report: ReplayReport, ink: Ink, *, folded: bool) -> list[str]:
 def coverage(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
     """Return how much was observed: modules that ran, those that never did, outputs that could not be looked into."""
     seen = report.coverage
-    text = f"{numbers.of(seen.visited, seen.modules, 'module')} ran"
+    bare = set(seen.not_callable)
+    callable_ = seen.modules - len(bare)
+    text = f"{numbers.of(seen.visited, callable_, 'module')} ran"
     if seen.visited == 0:
-        text = f"none of {numbers.plural(seen.modules, 'module')} ran"
-    if seen.never_visited:
-        text += f"; never: {_listed(seen.never_visited, ink, verbose)}"
+        text = f"none of {numbers.plural(callable_, 'module')} ran"
+    if bare:
+        text += f", not counting {numbers.plural(len(bare), 'list')} of modules"
+    if never := [name for name in seen.never_visited if name not in bare]:
+        text += f"; never: {_listed(never, ink, verbose)}"
     if seen.outputs_not_inspected:
         text += f"; outputs that could not be looked into: {_listed(seen.outputs_not_inspected, ink, verbose)}"
     else:
@@ -94,11 +101,17 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
             f"{ink.prose(key.replace('_', ' '))} {ink.prose(numbers.setting(value))}"
             for source in (given, report.environment)
             for key, value in source.items()
-            if key not in _CONDITIONS + _TOLD_WITH_OTHERS
+            if key not in _CONDITIONS + _TOLD_ELSEWHERE
         ]
     elif "device" in report.environment:
         parts.append(f"on {ink.prose(numbers.setting(report.environment['device']))}")
     return "; ".join(parts)
+
+
+def notes(report: ReplayReport, ink: Ink) -> list[str]:
+    """Return what the replay has to say about its own conditions, a sentence each."""
+    given = report.conditions.get("notes")
+    return [ink.prose(str(note)) for note in given] if isinstance(given, (list, tuple)) else []
 
 
 def timings(report: ReplayReport, ink: Ink) -> str:
@@ -119,7 +132,7 @@ def not_measured(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
     return [f"{ink.prose(reason)}: {_listed(names, ink, verbose)}" for reason, names in reasons.items()]
 
 
-def _gradient_line(report: ReplayReport, name: str, ink: Ink, verbose: bool) -> str:
+def _gradient_words(report: ReplayReport, name: str, ink: Ink, verbose: bool) -> str:
     there = [row for row in report.gradients if name in row.precisions]
     absent = [row for row in report.gradients if name not in row.precisions]
     bad = [row for row in there if _bad(row, name)]
@@ -146,7 +159,7 @@ def _gradient_line(report: ReplayReport, name: str, ink: Ink, verbose: bool) -> 
     norm = report.precisions[name].gradient_norm
     if norm is not None:
         parts.append(f"total norm {numbers.magnitude(norm)}")
-    return f"{spoken(report, name)}: " + "; ".join(parts)
+    return "; ".join(parts)
 
 
 def _bad(row: GradientRow, name: str) -> bool:

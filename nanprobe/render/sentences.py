@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from nanprobe.records import Divergence, FirstBad, PrecisionResult, ReplayReport
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import BadCounts, bad_counts, candidates, row_of, spoken, visits
+from nanprobe.render.lookup import STORED, BadCounts, bad_counts, candidates, row_of, spoken, visits
 from nanprobe.render.names import visit_name
 
 __all__ = ["PrecisionLine", "between_words", "headline", "joined", "precision_lines", "reasons"]
 
-_STORED = {"input": "the batch", "parameter": "the weights", "buffer": "the buffers"}
+_WHERE_STORED = {"input": "the batch", "parameter": "the weights", "buffer": "the buffers"}
 
 
 def headline(report: ReplayReport, ink: Ink) -> str:
@@ -43,11 +43,14 @@ def headline(report: ReplayReport, ink: Ink) -> str:
 
 
 def reasons(report: ReplayReport, ink: Ink) -> list[str]:
-    """Return the explanations of the culprits, one paragraph each; identical ones once."""
+    """Return the explanations of the culprits, one paragraph each, identical ones once.
+
+    Of what was there before anything ran the headline has said all.
+    """
     paragraphs: list[str] = []
     for name, result in report.precisions.items():
         place = result.first_bad or result.first_divergence
-        if place is None or not place.explanation:
+        if place is None or not place.explanation or (place.phase in STORED and report.verdict == "not-precision"):
             continue
         text = ink.prose(place.explanation)
         if text not in (paragraph.partition(": ")[2] for paragraph in paragraphs):
@@ -167,7 +170,7 @@ def _inconclusive(report: ReplayReport, ink: Ink) -> str:
 def _not_precision(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
     reference = report.reference.upper()
     counts = bad_counts(report, bad)
-    if bad.phase in _STORED:
+    if bad.phase in STORED:
         return _sentence(f"{_stored(bad, counts, ink)}. No precision is to blame")
     return _sentence(f"{reference} fails too, so precision is not to blame: it {_deed(report, bad, ink)}")
 
@@ -178,23 +181,23 @@ def _stored(bad: FirstBad, counts: BadCounts, ink: Ink) -> str:
     field = {"input": "field", "parameter": "parameter", "buffer": "buffer"}[bad.phase]
     name = f" {field} {ink.name(bad.parameter)}:" if bad.parameter else ""
     found = f"{numbers.of(bad.count, bad.elements)}{_position(bad)}"
-    return f"{what} was already in {_STORED[bad.phase]} before anything ran:{name} {found}"
+    return f"{what} was already in {_WHERE_STORED[bad.phase]} before anything ran:{name} {found}"
 
 
 def _deed(report: ReplayReport, bad: FirstBad, ink: Ink, *, brief: bool = False) -> str:
     """Return what a precision does wrong and where, as a clause without its subject; ``brief`` is without numbers."""
     counts = bad_counts(report, bad)
     limit = f"; {bad.precision}'s largest is {numbers.magnitude(bad.limit)}" if bad.limit is not None else ""
-    if bad.phase in _STORED:
+    if bad.phase in STORED:
         if bad.mechanism == "overflow":
             field = f" {ink.name(bad.parameter)}" if bad.parameter else ""
             largest = numbers.magnitude(bad.reference_absmax)
             reach = "" if bad.reference_absmax is None else f" (largest {largest}{limit})"
             whole = numbers.of(bad.count, bad.elements)
-            return f"cannot hold {_STORED[bad.phase]}:{field} {whole} overflow in the cast{reach}"
+            return f"cannot hold {_WHERE_STORED[bad.phase]}:{field} {whole} overflow in the cast{reach}"
         if bad.mechanism == "unrepresentable-constant":
             field = f" {ink.name(bad.parameter)}" if bad.parameter else ""
-            return f"rounds {_STORED[bad.phase]}:{field} {numbers.of(bad.count, bad.elements)} change in the cast"
+            return f"rounds {_WHERE_STORED[bad.phase]}:{field} {numbers.of(bad.count, bad.elements)} change in the cast"
         what = counts.words("and") if counts.total else "NaN or Inf"
         place = f"{bad.phase} {ink.name(bad.parameter)}" if bad.parameter else f"its {bad.phase}"
         return f"is given {what} in {place}"

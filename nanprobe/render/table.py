@@ -48,6 +48,7 @@ def table(report: ReplayReport, options: Options) -> str:
     facts = [("Coverage", sections.coverage(report, ink, verbose=options.verbose))]
     facts += [("Not measured", line) for line in sections.not_measured(report, ink, verbose=options.verbose)]
     facts.append(("Replayed", sections.conditions(report, ink, verbose=options.verbose)))
+    facts += [("Note", line) for line in sections.notes(report, ink)]
     if options.verbose:
         facts.append(("Time", sections.timings(report, ink)))
     blocks.append([part for name, fact in facts if fact for part in _wrapped(f"{name}: {fact}", width, indent="  ")])
