@@ -156,9 +156,6 @@ def _gradient_words(report: ReplayReport, name: str, ink: Ink, verbose: bool) ->
         )
     if absent:
         parts.append(f"{numbers.plural(len(absent), 'parameter')} without a gradient")
-    norm = report.precisions[name].gradient_norm
-    if norm is not None:
-        parts.append(f"total norm {numbers.magnitude(norm)}")
     return "; ".join(parts)
 
 

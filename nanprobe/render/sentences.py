@@ -114,6 +114,8 @@ def _precision_line(report: ReplayReport, name: str, result: PrecisionResult, in
         comparable = result.loss_error is not None and math.isfinite(result.loss) and not reference
         beside = f" (rel. error {numbers.error(result.loss_error)})" if comparable else ""
         parts.append(f"loss {numbers.loss(result.loss)}{beside}")
+    if result.gradient_norm is not None:
+        parts.append(f"gradient norm {numbers.magnitude(result.gradient_norm)}")
     return PrecisionLine(precision=name, verdict=verdict, details="; ".join(parts), tone=tone)
 
 
