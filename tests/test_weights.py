@@ -14,7 +14,7 @@ from torch import nn
 
 from nanprobe.errors import UsageError
 from nanprobe.inputs.weights import LoadResult, load_into, read_state_dict
-from tests.checkpoints.make import same
+from tests.checkpoints.make import same, save_sharded
 
 
 class Tied(nn.Module):
@@ -234,6 +234,27 @@ def test_a_prefix_that_the_model_has_and_the_file_lacks(tmp_path: Path) -> None:
     path = save(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.raises(UsageError, match=r"the model's own keys begin with `inner\.`"):
         load_into(nn.ModuleDict({"inner": nn.Linear(2, 2)}), read_state_dict(path))
+
+
+def test_one_shard_of_several(tmp_path: Path) -> None:
+    index = save_sharded(tmp_path / "m", nn.Linear(2, 2).state_dict())
+    with pytest.raises(UsageError, match="it is shard 1 of 2: give the folder or the index file"):
+        load_into(nn.Linear(2, 2), read_state_dict(index.parent / "model-00001-of-00002.safetensors"))
+    index.unlink()
+    with pytest.raises(UsageError, match="2 numbered shards and no index"):
+        read_state_dict(index.parent)
+
+
+def test_a_model_with_a_loader_of_its_own(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]  # as users do
+            return super().load_state_dict({k.removeprefix("x."): v for k, v in state_dict.items()}, strict)
+
+    torch.save({"x.weight": torch.ones(2, 2), "x.bias": torch.ones(2)}, tmp_path / "a.pt")
+    model = Own(2, 2)
+    result = load_into(model, read_state_dict(tmp_path / "a.pt"))
+    assert model.weight.tolist() == [[1, 1], [1, 1]]
+    assert result.mapped_bytes == 0
 
 
 def test_misfits_name_keys_and_shapes(tmp_path: Path) -> None:

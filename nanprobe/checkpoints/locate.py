@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 
 from nanprobe.checkpoints.sniff import CHECKPOINT_SUFFIXES, HEAD, READABLE, Sniffed, sniff
 from nanprobe.errors import UsageError
 
-__all__ = ["Located", "locate", "look"]
+__all__ = ["SHARD_NAME", "Located", "locate", "look"]
 
 _PREFERRED = (
     "model.safetensors.index.json",
@@ -39,6 +40,10 @@ _COMPANIONS = (
     "custom_checkpoint",
 )
 """Beginnings of the names of files that lie beside the weights in a training folder."""
+
+
+SHARD_NAME = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.[^.]+)")
+"""Names of numbered shards: stem, number, count, suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,11 @@ def _locate_in_folder(folder: str) -> Located:
             if os.path.splitext(name)[1].lower() in CHECKPOINT_SUFFIXES and not _is_companion(name)
         ]
         if len(present) > 1:
+            if all(SHARD_NAME.fullmatch(name) for name in present):
+                raise UsageError(
+                    f"folder {folder} holds {len(present):,} numbered shards and no index of them (*.index.json): "
+                    "fetch the index, or give the path of one shard"
+                )
             shown = ", ".join(present[:5]) + (f" and {len(present) - 5} more" if len(present) > 5 else "")
             raise UsageError(f"folder {folder} holds several checkpoints ({shown}): give the path of one of them")
     if not present:

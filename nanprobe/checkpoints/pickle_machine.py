@@ -24,12 +24,13 @@ __all__ = ["DEFAULT_LIMITS", "Limits", "Loaded", "PickleDamage", "load_pickle"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one pickle may use: operations, bytes of a string that is kept, of a line, of an integer; items copied."""
+    """What one pickle may use: operations; bytes of a kept string, a line, an integer; open marks; items copied."""
 
     operations: int = 10_000_000
     string: int = 1 << 16
     line: int = 1 << 16
     integer: int = 1 << 10
+    marks: int = 10_000
     copies: int = 1 << 20
 
 
@@ -342,6 +343,8 @@ def _text_or_bytes(part: bytes) -> str | bytes:
 
 
 def _mark(machine: _Machine) -> None:
+    if len(machine.marks) >= machine.limits.marks:
+        raise PickleDamage(f"its pickle is nested deeper than {machine.limits.marks:,} levels")
     machine.marks.append(machine.stack)
     machine.stack = []
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import BITS, nbytes
+from nanprobe.checkpoints.locate import SHARD_NAME
 from nanprobe.checkpoints.records import Damage, FileIndex, Problem
 from nanprobe.checkpoints.safetensors_file import strict_pairs
 from nanprobe.checkpoints.window import Window
@@ -22,7 +22,6 @@ from nanprobe.checkpoints.window import Window
 __all__ = ["ShardIndex", "compare_index", "inside", "read_shard_index", "read_shards"]
 
 _MAX_INDEX = 100_000_000
-_NUMBERED = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.[^.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ def _numbering(path: str, shards: list[str]) -> list[Problem]:
     """Compare the k-of-n in the names with the names there are."""
     seen: dict[tuple[str, int, str], set[int]] = {}
     for name in shards:
-        found = _NUMBERED.fullmatch(name)
+        found = SHARD_NAME.fullmatch(name)
         if found:
             seen.setdefault((found[1], int(found[3]), found[4]), set()).add(int(found[2]))
     problems = []
@@ -151,12 +150,15 @@ def compare_index(index: ShardIndex, files: list[FileIndex]) -> tuple[list[FileI
             )
         )
 
+    wanted: dict[str, list[str]] = {}
+    for tensor, shard in index.weight_map.items():
+        wanted.setdefault(shard, []).append(tensor)
     for file in files:
         name = os.path.relpath(file.file, folder or ".").replace(os.sep, "/")
         held = {entry.name for entry in file.tensors}
-        for wanted, shard in index.weight_map.items():
-            if shard == name and wanted not in held:
-                add(f"the index says that {name} holds it, but it does not", wanted, error=True)
+        for tensor in wanted.get(name, ()):
+            if tensor not in held:
+                add(f"the index says that {name} holds it, but it does not", tensor, error=True)
         chosen = []
         for entry in file.tensors:
             place = index.weight_map.get(entry.name)
@@ -175,8 +177,8 @@ def _compare_size(total: int, files: list[FileIndex], add: Callable[..., None]) 
     by_name = sum(
         nbytes(entry.elements, entry.dtype) for file in files for entry in file.tensors if entry.dtype in BITS
     )
-    storages = {piece.storage for file in files for entry in file.tensors for piece in entry.pieces}
-    by_storage = sum(file.storages[name].size for file in files for name in storages if name in file.storages)
+    used = [{piece.storage for entry in file.tensors for piece in entry.pieces} for file in files]
+    by_storage = sum(file.storages[name].size for file, names in zip(files, used, strict=True) for name in names)
     if total not in (by_name, by_storage):
         add(
             f"the index declares {total:,} bytes, the shards hold {by_name:,}",

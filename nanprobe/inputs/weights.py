@@ -7,12 +7,15 @@ a module keeps to its parameters stay right, ``requires_grad`` stays as it was, 
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from nanprobe.checkpoints.locate import SHARD_NAME
 from nanprobe.errors import UsageError
 from nanprobe.inputs.state_dict import StateDict, read_state_dict
 
@@ -66,25 +69,22 @@ def load_into(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, stric
     _refuse_misfits(state_dict, by_key, path)
     prepared, kinds = _converted(state_dict, by_key)
     shared = _shared_before(slots)
-    try:
-        outcome = model.load_state_dict(prepared, strict=False, assign=True)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UsageError(f"checkpoint {path} does not fit the model: {lines[-1] if lines else error}") from None
+    missing_keys, unexpected_keys = _load(model, prepared, list(by_key), path)
     notes = list(getattr(state_dict, "notes", ()))
     loaded = _restore(slots, shared, notes)
+    loaded |= {id(slot.before) for slot in slots if slot.key in prepared and slot.key not in missing_keys}
     missing = tuple(
         key
-        for key in outcome.missing_keys
+        for key in missing_keys
         if not key.endswith(_EXTRA_STATE) and not (key in by_key and id(by_key[key].before) in loaded)
     )
     own = _computed_buffers(model)
-    computed = [key for key in outcome.unexpected_keys if key in own]
+    computed = [key for key in unexpected_keys if key in own]
     if computed:
         notes.append(
             f"the checkpoint holds buffers that the model makes itself; they were left alone: {_listed(computed)}"
         )
-    unexpected = tuple(key for key in outcome.unexpected_keys if key not in computed and not key.endswith(_EXTRA_STATE))
+    unexpected = tuple(key for key in unexpected_keys if key not in computed and not key.endswith(_EXTRA_STATE))
     if (missing or unexpected) and (strict or not loaded):
         raise UsageError(_misfit(path, missing, unexpected, state_dict, by_key, any_loaded=bool(loaded)))
     for (source, target), count in sorted(kinds.items()):
@@ -99,6 +99,29 @@ def load_into(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, stric
         converted=sum(kinds.values()),
         notes=tuple(notes),
     )
+
+
+def _load(
+    model: nn.Module, prepared: StateDict, wanted: Sequence[str], path: str
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Run the model's own ``load_state_dict``; return the keys it missed and those it did not expect.
+
+    A model that overrides it without ``assign`` copies the weights into its own memory.
+    """
+    accepted = inspect.signature(model.load_state_dict).parameters
+    assigns = "assign" in accepted or any(kind.kind is kind.VAR_KEYWORD for kind in accepted.values())
+    options: dict[str, bool] = {"strict": False, **({"assign": True} if assigns else {})}
+    try:
+        outcome = model.load_state_dict(prepared, **options)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # The first line names the class; each of the others is one misfit.
+        faults = lines[1:] or lines or [type(error).__name__]
+        raise UsageError(f"checkpoint {path} does not fit the model: {_listed(faults, ' ')}") from None
+    if hasattr(outcome, "missing_keys"):
+        return outcome.missing_keys, outcome.unexpected_keys
+    names = set(wanted)
+    return [key for key in wanted if key not in prepared], [key for key in prepared if key not in names]
 
 
 def _slots(model: nn.Module) -> list[_Slot]:
@@ -251,7 +274,7 @@ def _misfit(
     *,
     any_loaded: bool,
 ) -> str:
-    hint = _prefix_hint(list(state_dict), list(by_key))
+    hint = _prefix_hint(list(state_dict), list(by_key)) or _shard_hint(path)
     if not any_loaded:
         first = next(iter(state_dict), None)
         example = f" (it has {first!r}, the model wants {missing[0]!r})" if first is not None and missing else ""
@@ -263,6 +286,14 @@ def _misfit(
         parts.append(f"{len(unexpected):,} of its {len(state_dict):,} keys are not in the model: {_listed(unexpected)}")
     tail = hint or "; set `checkpoint.strict: false` to load what fits"
     return f"checkpoint {path} does not fit the model: {'; '.join(parts)}{tail}"
+
+
+def _shard_hint(path: str) -> str:
+    """Return what to say when the checkpoint is one numbered shard of several, "" when it is not."""
+    found = SHARD_NAME.fullmatch(os.path.basename(path))
+    if found is None or int(found[3]) < 2:
+        return ""
+    return f"; it is shard {int(found[2])} of {int(found[3])}: give the folder or the index file"
 
 
 def _prefix_hint(held: list[str], wanted: list[str]) -> str:
