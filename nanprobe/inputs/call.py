@@ -91,6 +91,7 @@ def _complaint(model: str, signature: inspect.Signature, call: Call, fallback: s
     for name, parameter in parameters.items():
         required = parameter.default is parameter.empty
         if required and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in given:
-            has = ", ".join(f"`{key}`" for key in call.kwargs) or f"{len(call.args)} positional arguments"
-            return f"batch: the model needs the argument `{name}`, the batch has {has}; {takes}{whole}"
+            has = ", ".join(f"`{key}`" for key in call.kwargs) or f"{len(call.args)} positional"
+            has = f"the batch has {has}" if call.kwargs or call.args else "the batch is empty"
+            return f"batch: the model needs the argument `{name}`, {has}; {takes}{whole}"
     return f"batch: {fallback}; {takes}"

@@ -7,6 +7,7 @@ when the sizes that do not fit are those of two fields that disagree.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ _SHAPE = re.compile(
     re.IGNORECASE,
 )
 _UNPACK = re.compile(r"values to unpack \(expected (\d+)(?:, got (\d+))?\)")
+_NO_TENSOR = re.compile(r"must be Tensor, not (\w+)")
 _TYPE = re.compile(
     r"same dtype|scalar type|must be Tensor|Expected tensor for argument|expected .* to have the same dtype|"
     r"should be the same|but found \w+|not implemented for '(?:Long|Int|Byte|Bool|Short|Char|Double)'",
@@ -162,20 +164,29 @@ def _tables(model: nn.Module, path: str | None) -> Iterator[tuple[str, int]]:
 
 
 def _wrong_type(error: BaseException, model: nn.Module, call: Call, path: str | None, inputs: Any) -> str | None:
+    place = _place(model, path)
+    unwanted = _NO_TENSOR.search(str(error))
+    if unwanted is not None:
+        given = {**{str(position): value for position, value in enumerate(call.args)}, **call.kwargs}
+        found = [name for name, value in given.items() if type(value).__name__ == unwanted.group(1)]
+        return f"batch: `{found[0]}` is a {unwanted.group(1)}, {place} needs a tensor" if found else None
     shared = _shared(call, inputs)
     if not shared:
         return None
     fields = ", ".join(f"`{field}` ({str(t.dtype).removeprefix('torch.')})" for field, t in shared)
-    return f"batch: {fields} has a type that {_place(model, path)} does not take: {_first_line(error)}"
+    return f"batch: {fields} has a type that {place} does not take: {_first_line(error)}"
 
 
 def _wrong_shape(error: BaseException, model: nn.Module, call: Call, path: str | None, inputs: Any) -> str | None:
     message = str(error)
     module = _module(model, path)
-    # A container is given the batch whole, which says nothing about what its own code used when it raised.
+    # A container is given the batch whole, which says nothing about what its own code used when it raised. A leaf with
+    # parameters fails against those, so fields that disagree with each other are not looked for.
     leaf = module is not None and next(module.children(), None) is None
+    weighted = module is not None and leaf and next(module.parameters(recurse=False), None) is not None
     found = _shared(call, inputs) if leaf or path else []
-    found = found or _unpacked(message, call) or _disagreeing(message, call, alone=not leaf)
+    if not found and not weighted:
+        found = _unpacked(message, call) or _disagreeing(message, call)
     if not found:
         return None
     fields = ", ".join(f"`{field}` {list(t.shape)}" for field, t in found)
@@ -192,23 +203,22 @@ def _unpacked(message: str, call: Call) -> list[tuple[str, Tensor]]:
     return [(path, t) for path, t in _fields(call) if (t.ndim == int(got) if got is not None else t.ndim > wanted)]
 
 
-def _disagreeing(message: str, call: Call, *, alone: bool) -> list[tuple[str, Tensor]]:
+def _disagreeing(message: str, call: Call) -> list[tuple[str, Tensor]]:
     """Return the fields that the message is about by the sizes it names.
 
-    Of several fields, two that hold two different sizes each of which the other has not; with ``alone`` also the only
-    field, when one of its sizes is named. Elements of a field count as a size of it, since fields get flattened.
+    Of several fields, two that hold two different sizes, the first of which lacks the other's; the only field, when one
+    of its sizes is named. Elements of a field count as a size of it, since fields get flattened.
     """
     sizes = list(dict.fromkeys(int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", message)))
     fields = [(path, t, {*t.shape, t.numel()}) for path, t in _fields(call)]
     if len(fields) == 1:
         path, tensor, own = fields[0]
-        return [(path, tensor)] if alone and set(sizes) & (own - set(tensor.shape[:1])) else []
-    for position, first in enumerate(sizes):
-        for second in sizes[position + 1 :]:
-            one = [(path, t) for path, t, own in fields if first in own and second not in own]
-            other = [(path, t) for path, t, own in fields if second in own and first not in own]
-            if one and other:
-                return [one[0], other[0]]
+        return [(path, tensor)] if set(sizes) & (own - set(tensor.shape[:1])) else []
+    for first, second in itertools.permutations(sizes, 2):
+        one = [(path, t) for path, t, own in fields if first in own and second not in own]
+        other = [(path, t) for path, t, own in fields if second in own]
+        if one and other:
+            return [one[0], other[0]]
     return []
 
 

@@ -69,7 +69,7 @@ def test_a_single_argument_is_the_batch_itself() -> None:
     [
         (Encoder(), {"input_idz": X}, "auto", ["no argument `input_idz`", "`input_ids`", "Encoder.forward takes"]),
         (Encoder(), {"attention_mask": X}, "auto", ["needs the argument `input_ids`", "has `attention_mask`"]),
-        (Encoder(), {}, "auto", ["needs the argument `input_ids`"]),
+        (Encoder(), {}, "auto", ["needs the argument `input_ids`", "the batch is empty"]),
         (Encoder(), (X, X, X), "auto", ["3 positional arguments are too many"]),
         (Encoder(), [], "auto", ["needs the argument `input_ids`"]),
         (Whole(), {"x": X}, "auto", ["no argument `x`", "`call: single`"]),

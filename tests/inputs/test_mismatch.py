@@ -24,7 +24,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(4, 10)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
-        hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.size(1)))
         logits = self.head(self.block(hidden, attention_mask))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -112,6 +112,11 @@ class Unpacking(nn.Module):
         return image.reshape(batch, channels, height * width)
 
 
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x.unsqueeze(-1).expand(-1, -1, 4) * mask.unsqueeze(-1)
+
+
 class Viewing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +173,13 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 9]])
         (Unpacking(), torch.ones(2, 3, 4), ["[2, 3, 4]", "expected 4, got 3"]),
         (Unpacking(), torch.ones(1, 2, 3, 4, 5), ["[1, 2, 3, 4, 5]", "too many values"]),
         (Viewing(), torch.ones(3, 5), ["[3, 5]", "invalid for input of size 15"]),
+        (
+            Masked(),
+            {"x": torch.ones(2, 2), "mask": torch.ones(2, 3)},
+            ["`x` [2, 2]", "`mask` [2, 3]", "Masked.forward"],
+        ),
+        (Decoder(), {"input_ids": [1, 2]}, ["`input_ids` is a list", "`tokens` (Embedding) needs a tensor"]),
+        (nn.Sequential(nn.Linear(3, 2)), "text", ["`0` is a str", "`0` (Linear) needs a tensor"]),
         (nn.GRU(3, 4), torch.ones(2, 5, 6), ["[2, 5, 6]", "GRU.forward"]),
         (nn.Sequential(nn.LayerNorm(4)), torch.ones(2, 3), ["[2, 3]", "`0` (LayerNorm)"]),
         (nn.Sequential(nn.BatchNorm1d(4)), torch.ones(2, 3), ["[2, 3]", "`0` (BatchNorm1d)"]),
