@@ -9,6 +9,7 @@ Output is compared *scrubbed*, because the last digits of half-precision kernels
 - a relative error becomes ``<err>``, and the place of a worst error ``<place>``;
 - the rows of a table without a culprit, which are chosen by their errors, become ``<rows>``;
 - versions and durations become ``<version>`` and ``<time>``;
+- single gradients that cancel to zero are left out, and precisions that share a line get one each;
 - of what remains, counts must be the same and measured values may differ by 2 %.
 
 Everything else, every word and every name, must be as it was.
@@ -33,6 +34,8 @@ _COMMAND = re.compile(r"^#\s+(nanprobe .*--config .*)$", re.MULTILINE)
 _ERROR = re.compile(r"\b\d\.\de-\d+\b|(?<=rel\. error )\d\S*")
 _PLACE = re.compile(r"(rel\. error at most <err>, in )(the gradient at )?\S+?(?=;|$| fp16| bf16| Gradients)")
 _ROWS = re.compile(r"(?:^|(?<=\n))( *module +type.*?)(?=\n\n)", re.DOTALL)
+_GRADIENTS = re.compile(r"Gradients - .*?(?=Also found|What to look|Coverage)")
+_FLUSHED = re.compile(r"; [\d,]+ of [\d,]+ parameters with elements flushed to zero \([^)]*\)")
 _VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b")
 _TIME = re.compile(r"\b(?:[\d.]+ m?s|under 1 ms)(?=[,\n]|$)")
 _RULE = re.compile(r"-{2,}")
@@ -80,7 +83,16 @@ def scrubbed(text: str) -> str:
     text = _ERROR.sub("<err>", text)
     text = _TIME.sub("<time>", _VERSION.sub("<version>", text))
     text = " ".join(_RULE.sub("", text).split())
-    return _PLACE.sub(r"\1<place>", text)
+    return _PLACE.sub(r"\1<place>", _GRADIENTS.sub(lambda found: _one_line_each(found.group()), text))
+
+
+def _one_line_each(section: str) -> str:
+    """Return the section on gradients with a line for each precision, without what was flushed to zero."""
+    lines = []
+    for line in _FLUSHED.sub("", section).split(" - ")[1:]:
+        names, _, words = line.strip().partition(": ")
+        lines += [f"- {name}: {words}" for name in re.split(", | and ", names)]
+    return " ".join(["Gradients", *sorted(lines), ""])
 
 
 def difference(actual: str, expected: str) -> str | None:

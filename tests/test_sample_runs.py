@@ -58,3 +58,16 @@ def test_the_place_of_a_worst_error_is_scrubbed() -> None:
         "fp16  clean  rel. error at most 7.7e-4, in the gradient at h.1.ln_1; loss 4.5764 (rel. error 1.6e-6)"
     )
     assert text == "fp16 clean rel. error at most <err>, in <place>; loss 4.5764 (rel. error <err>)"
+
+
+def test_gradients_are_compared_precision_by_precision() -> None:
+    shared = (
+        "\nGradients\n  - FP32 and bf16: all 42 parameters finite\n  - fp16: all 42 parameters non-finite\n\nCoverage:"
+    )
+    apart = (
+        "\nGradients\n  - FP32: all 42 parameters finite\n  - fp16: all 42 parameters non-finite\n"
+        "  - bf16: all 42 parameters finite; 1 of 42 parameters with elements flushed to zero (norm.bias 1 of 48)"
+        "\n\nCoverage:"
+    )
+    assert difference(shared, apart) is None
+    assert difference(shared, apart.replace("bf16: all", "bf16: 41 of")) is not None

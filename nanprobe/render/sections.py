@@ -19,7 +19,7 @@ __all__ = ["conditions", "coverage", "findings", "gradients", "next_steps", "not
 
 _FEW = 4
 _MOST_FINDINGS = 12
-_CONDITIONS = ("mode", "train", "backward", "loss_scale", "seed", "emulated")
+_CONDITIONS = ("mode", "train", "backward", "loss_scale", "keep_fp32", "seed", "emulated")
 _TOLD_ELSEWHERE = ("autocast_policy", "notes")
 
 
@@ -78,7 +78,7 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
     given = report.conditions
     parts = []
     for key in _CONDITIONS:
-        if given.get(key) is None or given[key] == {}:
+        if given.get(key) is None or (key in ("loss_scale", "keep_fp32") and not given[key]):
             continue
         words = ink.prose(numbers.setting(given[key]))
         if key == "mode":
@@ -87,6 +87,8 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
             parts.append(f"{words}{lists}")
         elif key == "train":
             parts.append("train mode" if given[key] else "eval mode")
+        elif key == "keep_fp32":
+            parts.append(f"{words} kept in FP32")
         elif key == "emulated":
             parts.append(f"emulated: {words}" if given[key] else "nothing emulated")
         elif key == "loss_scale" and isinstance(given[key], Mapping):
