@@ -257,6 +257,32 @@ def test_a_model_with_a_loader_of_its_own(tmp_path: Path) -> None:
     assert result.mapped_bytes == 0
 
 
+def test_a_layout_that_transformers_converts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        vocab_size=11,
+        num_local_experts=2,
+    )
+    source, model = transformers.MixtralForCausalLM(config), transformers.MixtralForCausalLM(config)
+    source.save_pretrained(tmp_path / "m")
+    state = read_state_dict(tmp_path / "m")
+    assert any("experts.0.w1" in name for name in state)
+    random = torch.get_rng_state()
+    result = load_into(model, state)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert any("transformers converted" in note for note in result.notes)
+    for name, wanted in source.state_dict().items():
+        assert same(model.state_dict()[name], wanted), name
+    lacking = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
+    with pytest.raises(UsageError, match=r"model\.norm\.weight"):
+        load_into(transformers.MixtralForCausalLM(config), lacking)
+
+
 def test_misfits_name_keys_and_shapes(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(4)}, tmp_path / "a.pt")
     with pytest.raises(UsageError) as caught:

@@ -17,6 +17,7 @@ from torch import nn
 
 from nanprobe.checkpoints.locate import SHARD_NAME
 from nanprobe.errors import UsageError
+from nanprobe.inputs.converted_layout import in_model_layout
 from nanprobe.inputs.state_dict import StateDict, read_state_dict
 
 __all__ = ["LoadResult", "StateDict", "load_into", "read_state_dict"]
@@ -66,11 +67,20 @@ def load_into(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, stric
     path = getattr(state_dict, "path", "the state dict")
     slots = _slots(model)
     by_key = {slot.key: slot for slot in slots}
-    _refuse_misfits(state_dict, by_key, path)
-    prepared, kinds = _converted(state_dict, by_key)
+    notes = list(getattr(state_dict, "notes", ()))
+    held = state_dict
+    lacking = _lacking(state_dict, slots)
+    if lacking:
+        converted, changed = in_model_layout(model, state_dict)
+        if changed and _lacking(converted, slots) < lacking:
+            held = converted
+            notes.append(
+                "transformers converted the checkpoint to the model's layout; these weights are held in memory"
+            )
+    _refuse_misfits(held, by_key, path)
+    prepared, kinds = _converted(held, by_key, state_dict)
     shared = _shared_before(slots)
     missing_keys, unexpected_keys = _load(model, prepared, list(by_key), path)
-    notes = list(getattr(state_dict, "notes", ()))
     loaded = _restore(slots, shared, notes)
     loaded |= {id(slot.before) for slot in slots if slot.key in prepared and slot.key not in missing_keys}
     missing = tuple(
@@ -124,6 +134,12 @@ def _load(
     return [key for key in wanted if key not in prepared], [key for key in prepared if key not in names]
 
 
+def _lacking(state_dict: Mapping[str, torch.Tensor], slots: Sequence[_Slot]) -> int:
+    """Return how many weights of the model are under none of their names in the state dict."""
+    held = {id(slot.before) for slot in slots if slot.key in state_dict}
+    return len({id(slot.before) for slot in slots} - held)
+
+
 def _slots(model: nn.Module) -> list[_Slot]:
     """Return every parameter and persistent buffer, also those that several keys name."""
     slots: list[_Slot] = []
@@ -172,11 +188,14 @@ def _refuse_misfits(state_dict: Mapping[str, torch.Tensor], by_key: dict[str, _S
 
 
 def _converted(
-    state_dict: Mapping[str, torch.Tensor], by_key: dict[str, _Slot]
+    state_dict: Mapping[str, torch.Tensor], by_key: dict[str, _Slot], source: Mapping[str, torch.Tensor]
 ) -> tuple[StateDict, dict[tuple[str, str], int]]:
-    """Return the state dict in the model's types, and how many tensors went from which type to which."""
-    prepared = StateDict(dict(state_dict), getattr(state_dict, "path", ""))
-    prepared._metadata = getattr(state_dict, "_metadata", {})
+    """Return the state dict in the model's types, and how many tensors went from which type to which.
+
+    The versions of modules are those of ``source``, the state dict as it was read.
+    """
+    prepared = StateDict(dict(state_dict), getattr(source, "path", ""))
+    prepared._metadata = getattr(source, "_metadata", {})
     kinds: dict[tuple[str, str], int] = {}
     for key, tensor in state_dict.items():
         slot = by_key.get(key)
