@@ -6,6 +6,7 @@ Every import in ``nanprobe/`` is parsed, also those inside functions. The rows a
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 
 TORCH_FREE = {
     "errors", "records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes", "version",
-    "config", "serialize", "render", "cli", "_console", "__main__", "report", INTERFACE,
+    "config", "serialize", "render", "report", "cli", "_console", "__main__", "report", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
 
@@ -187,6 +188,16 @@ def parse(source: str, file: str) -> list[Import]:
 
 def test_every_import_points_upwards() -> None:
     assert direction_errors(all_imports()) == []
+
+
+def test_the_documented_rows_are_these() -> None:
+    documented = {}
+    for line in (PACKAGE.parent / "docs" / "architecture.md").read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 3 and cells[1].isdigit():
+            documented.update(dict.fromkeys(re.findall(r"`(\w+)/?`", cells[2]), int(cells[1])))
+    built = {room_of(path) for path in PACKAGE.rglob("*.py")} - {INTERFACE}
+    assert {room: documented.get(room) for room in built} == {room: ROWS[room] for room in built}
 
 
 def test_torch_free_rooms_reach_no_torch() -> None:

@@ -33,6 +33,22 @@ __all__ = [
 ]
 
 
+def _number(text: str) -> float:
+    """Read the value of a flag as a number; Typer's own message does not say what it got."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number, got '{text}'") from None
+
+
+def _integer(text: str) -> int:
+    """Read the value of a flag as an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected an integer, got '{text}'") from None
+
+
 ConfigFile = Annotated[
     str | None,
     typer.Option("--config", metavar="FILE", help="Config file; default: nanprobe.yaml, then nanprobe.yml, here."),
@@ -58,11 +74,16 @@ Backward = Annotated[
 LossScale = Annotated[
     float | None,
     typer.Option(
-        "--loss-scale", metavar="X", help="Use this loss scale as it is; default: 65536, halved until it fits."
+        "--loss-scale",
+        parser=_number,
+        metavar="X",
+        help="Use this loss scale as it is; default: 65536, halved until it fits.",
     ),
 ]
 Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda|cuda:N", help="Where to replay.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the factory and of every lane.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", parser=_integer, metavar="N", help="Seed of the factory and of every lane.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Precision to replay.")]
 Dtypes = Annotated[str, typer.Option("--dtypes", metavar="LIST", help="Precisions to compare, joined with commas.")]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Stop at modules; do not go down to operations.")]
