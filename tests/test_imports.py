@@ -66,7 +66,7 @@ RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 
 TORCH_FREE = {
     "errors", "records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes", "version",
-    "config", "serialize", "render", "report", "cli", "_console", "__main__", "report", INTERFACE,
+    "config", "serialize", "render", "report", "cli", "_console", "__main__", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
 
