@@ -15,7 +15,7 @@ from nanprobe.render.ink import Ink
 from nanprobe.render.lookup import candidates, is_bad
 from nanprobe.render.names import neutral, shortened, visit_name
 
-__all__ = ["LAYOUTS", "RICHEST", "Layout", "cells", "headers", "module_cell"]
+__all__ = ["LAYOUTS", "RICHEST", "Columns", "Layout", "has_local", "module_cell"]
 
 _TIGHT_HEADROOM_BITS = 64.0
 """Headroom above this says nothing; formats with FP32's range hardly ever have less, so their column can go first."""
@@ -55,39 +55,58 @@ LAYOUTS: tuple[Layout, ...] = (
 """From the richest to the plainest."""
 
 
-def headers(report: ReplayReport, layout: Layout) -> list[str]:
-    """Return the column headers, from the module on."""
-    titles = ["module"] + (["type"] if layout.type_width else [])
-    titles.append(neutral(report.reference) + ("" if layout.compact else " absmax"))
-    for name in candidates(report):
-        titles.append(neutral(name))
-        if not layout.merged:
-            titles.append("rel.err")
-        if layout.local:
-            titles.append("local")
-        if _has_headroom(report, name, layout):
-            titles.append("bits")
-    return titles
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A layout applied to one report: the titles, and each row's cells below them."""
+
+    report: ReplayReport
+    layout: Layout
+    headroom: frozenset[str]
+
+    @classmethod
+    def of(cls, report: ReplayReport, layout: Layout) -> Columns:
+        """Return the columns of ``report`` in ``layout``; which precisions get a headroom is decided here, once."""
+        shown = frozenset(name for name in candidates(report) if _has_headroom(report, name, layout))
+        return cls(report, layout, shown)
+
+    def titles(self) -> list[str]:
+        """Return the column titles, from the module on."""
+        titles = ["module"] + (["type"] if self.layout.type_width else [])
+        titles.append(neutral(self.report.reference) + ("" if self.layout.compact else " absmax"))
+        for name in candidates(self.report):
+            titles.append(neutral(name))
+            if not self.layout.merged:
+                titles.append("rel.err")
+            if self.layout.local:
+                titles.append("local")
+            if name in self.headroom:
+                titles.append("bits")
+        return titles
+
+    def cells(self, row: VisitRow, ink: Ink) -> list[str]:
+        """Return one row's cells, from the type on (the module's cell is :func:`module_cell`)."""
+        layout = self.layout
+        texts = [ink.name(shortened(row.class_, layout.type_width))] if layout.type_width else []
+        texts.append(_value(row.precisions.get(self.report.reference), layout))
+        for name in candidates(self.report):
+            measure = row.precisions.get(name)
+            value = _value(measure, layout)
+            clean = measure is not None and (measure.state == "clean" or not is_bad(measure))
+            relative = numbers.error(measure.rel_error) if measure is not None and clean else numbers.ABSENT
+            if layout.merged:
+                texts.append(f"err {relative}" if clean and relative != numbers.ABSENT else value)
+            else:
+                texts += [value, relative]
+            if layout.local:
+                texts.append(numbers.error(measure.local_error) if measure is not None and clean else numbers.ABSENT)
+            if name in self.headroom:
+                texts.append(numbers.bits(measure.headroom_bits) if measure is not None and clean else numbers.ABSENT)
+        return texts
 
 
-def cells(report: ReplayReport, row: VisitRow, layout: Layout, ink: Ink) -> list[str]:
-    """Return one row's cells, from the type on (the module's cell is :func:`module_cell`)."""
-    texts = [ink.name(shortened(row.class_, layout.type_width))] if layout.type_width else []
-    texts.append(_value(row.precisions.get(report.reference), layout))
-    for name in candidates(report):
-        measure = row.precisions.get(name)
-        value = _value(measure, layout)
-        clean = measure is not None and (measure.state == "clean" or not is_bad(measure))
-        relative = numbers.error(measure.rel_error) if measure is not None and clean else numbers.ABSENT
-        if layout.merged:
-            texts.append(f"err {relative}" if clean and relative != numbers.ABSENT else value)
-        else:
-            texts += [value, relative]
-        if layout.local:
-            texts.append(numbers.error(measure.local_error) if measure is not None and clean else numbers.ABSENT)
-        if _has_headroom(report, name, layout):
-            texts.append(numbers.bits(measure.headroom_bits) if measure is not None and clean else numbers.ABSENT)
-    return texts
+def has_local(report: ReplayReport) -> bool:
+    """Whether the error given the reference's inputs was measured anywhere."""
+    return any(measure.local_error is not None for row in report.modules for measure in row.precisions.values())
 
 
 def module_cell(row: VisitRow) -> str:

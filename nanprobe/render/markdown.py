@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tabulate import tabulate
 
 from nanprobe.records import ReplayReport
-from nanprobe.render import columns, sections
-from nanprobe.render.columns import RICHEST
+from nanprobe.render import sections
+from nanprobe.render.columns import RICHEST, Columns, has_local, module_cell
 from nanprobe.render.ink import MarkdownInk
 from nanprobe.render.options import Options
 from nanprobe.render.rows import Fold, Item, Note, Shown, fold_words, select
@@ -48,12 +50,13 @@ def markdown(report: ReplayReport, options: Options) -> str:
 
 
 def _table(report: ReplayReport, items: list[Item], ink: MarkdownInk) -> str:
-    titles = ["", *(ink.prose(title) for title in columns.headers(report, RICHEST))]
+    columns = Columns.of(report, replace(RICHEST, local=has_local(report)))
+    titles = ["", *(ink.prose(title) for title in columns.titles())]
     body = []
     for item in items:
         match item:
             case Shown(row, mark):
-                body.append([mark, ink.name(columns.module_cell(row)), *columns.cells(report, row, RICHEST, ink)])
+                body.append([mark, ink.name(module_cell(row)), *columns.cells(row, ink)])
             case Fold(rows):
                 body.append(["...", fold_words(report, rows)])
             case Note(text, mark):

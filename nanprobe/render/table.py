@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from tabulate import tabulate
-
 from nanprobe.records import ReplayReport
-from nanprobe.render import columns, sections
-from nanprobe.render.columns import LAYOUTS, Layout
+from nanprobe.render import sections
+from nanprobe.render.grid import Grid, fitting_grid
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import candidates
-from nanprobe.render.names import neutral, shortened_path
+from nanprobe.render.names import neutral
 from nanprobe.render.options import Options
 from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Note, Shown, fold_words, select
 from nanprobe.render.sentences import headline, precision_lines, reasons
@@ -20,8 +17,6 @@ from nanprobe.render.style import Style
 __all__ = ["table"]
 
 _NARROWEST = 40
-_COMFORTABLE_NAME = 30
-_SHORTEST_NAME = 12
 _TONES = {"precision": "bad", "not-precision": "bad", "inconclusive": "unsure", "clean": "good"}
 
 
@@ -69,8 +64,8 @@ def _precision_block(report: ReplayReport, ink: Ink, style: Style, width: int) -
 
 def _table_block(report: ReplayReport, items: list[Item], style: Style, width: int) -> list[str]:
     shown = [item for item in items if isinstance(item, Shown)]
-    layout = _fitting(report, shown, width)
-    lines = _drawn(report, shown, layout, max(_room(report, shown, layout, width), _SHORTEST_NAME)) if shown else []
+    grid = fitting_grid(report, shown, width) if shown else None
+    lines = grid.lines(width) if grid is not None else []
     block = [style.paint("title", line) for line in lines[:2]]
     body = iter(lines[2:])
     for item in items:
@@ -83,58 +78,10 @@ def _table_block(report: ReplayReport, items: list[Item], style: Style, width: i
                 )
             case Note(text, mark):
                 block += _painted(style, "bad", _wrapped(f"{mark}  {text}", width, indent="    "))
-    return block + _painted(style, "dim", _legend(report, items, layout, width))
+    return block + _painted(style, "dim", _legend(report, items, grid, width))
 
 
-def _fitting(report: ReplayReport, shown: list[Shown], width: int) -> Layout:
-    """Return the richest layout that leaves the module paths room."""
-    longest = max((len(neutral(columns.module_cell(item.row))) for item in shown), default=0)
-    for layout in LAYOUTS:
-        if layout.local and not _has_local(report, shown):
-            continue
-        if _room(report, shown, layout, width) >= min(longest, _COMFORTABLE_NAME):
-            return layout
-    return LAYOUTS[-1]
-
-
-def _room(report: ReplayReport, shown: list[Shown], layout: Layout, width: int) -> int:
-    """Return how many characters the other columns leave for the module's path."""
-    title = len("module")
-    taken = max(len(line) for line in _drawn(report, shown, layout, title)) - title
-    return width - taken
-
-
-def _drawn(report: ReplayReport, shown: list[Shown], layout: Layout, name_width: int) -> list[str]:
-    """Return the table's lines: two of header, then one for each row."""
-    ink = Ink()
-    body = [
-        [
-            item.mark,
-            shortened_path(neutral(columns.module_cell(item.row)), name_width),
-            *columns.cells(report, item.row, layout, ink),
-        ]
-        for item in shown
-    ]
-    titles = ["", *columns.headers(report, layout)]
-    left = 3 if layout.type_width else 2
-    align = ["left"] * left + ["right"] * (len(titles) - left)
-    # The titles go in as a row of their own: tabulate widens a column by two characters for a proper header.
-    widths = [max(len(line[column]) for line in [titles, *body]) for column in range(len(titles))]
-    rules = ["-" * width for width in [max(widths[0], len(CULPRIT)), *widths[1:]]]
-    text = tabulate([titles, rules, *body], tablefmt="plain", disable_numparse=True, colalign=align)
-    return [line.rstrip() for line in text.split("\n")]
-
-
-def _has_local(report: ReplayReport, shown: list[Shown]) -> bool:
-    return any(
-        measure.local_error is not None
-        for item in shown
-        for name in candidates(report)
-        if (measure := item.row.precisions.get(name)) is not None
-    )
-
-
-def _legend(report: ReplayReport, items: list[Item], layout: Layout, width: int) -> list[str]:
+def _legend(report: ReplayReport, items: list[Item], grid: Grid | None, width: int) -> list[str]:
     """Return what the marks and columns that occur in this table mean."""
     shown = [item for item in items if isinstance(item, Shown)]
     marks = {item.mark for item in items if not isinstance(item, Fold)}
@@ -147,10 +94,10 @@ def _legend(report: ReplayReport, items: list[Item], layout: Layout, width: int)
         parts.append("#n the visit of a module that is called again, from #0")
     if any(item.row.phase == "backward" for item in shown):
         parts.append("grad the gradient of a visit's outputs")
-    if shown:
-        reference = report.reference.upper()
-        parts.append(f"err: relative error against {reference}" if layout.merged else f"rel.err against {reference}")
-        if "bits" in columns.headers(report, layout):
+    if grid is not None:
+        against = f"against {report.reference.upper()}"
+        parts.append(f"err: relative error {against}" if grid.columns.layout.merged else f"rel.err {against}")
+        if grid.columns.headroom:
             parts.append("bits of headroom below the format's largest value")
     return _wrapped("    " + "; ".join(parts), width, indent="    ")
 
