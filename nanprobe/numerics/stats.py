@@ -1,12 +1,9 @@
-"""Statistics of one tensor, and the distance of two, in wide arithmetic and few passes.
+"""Statistics of one tensor, and the distance of two, in wide arithmetic and one pass each.
 
-Values are widened to FP32 (FP64 stays FP64) a cache-sized chunk at a time, so that a tensor is read from memory once
-and nothing of its size is allocated. Sums over chunks are kept in FP64. Non-finite elements are counted and left out of
-every other figure. On a GPU a tensor is one chunk and its scalars travel together, so that a measurement costs one
-synchronisation.
-
-The 2-norm of a chunk is taken in FP32 where its largest magnitude is between 1e-15 and 1e15 (its squares then neither
-overflow nor flush), else in FP64.
+On the CPU, FP32 and FP64 tensors are read where they are; narrower ones are widened to FP32 a cache-sized chunk at a time,
+so that nothing of the tensor's size is allocated. Sums are kept in FP64. Non-finite elements are counted and left out of
+every other figure. On a GPU the same figures are reduced on the device, and the scalars of a tensor travel together, so
+that a measurement costs one synchronisation.
 """
 
 from __future__ import annotations
@@ -14,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nanprobe.formats import NumberFormat, by_dtype
+from nanprobe.numerics import kernels
 
 __all__ = [
     "Difference",
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 17
-_SAFE_SQUARES = (1e-15, 1e15)
+_WIDE_INTEGERS = (torch.int32, torch.int64)
 _local = threading.local()
 
 
@@ -128,38 +127,26 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float64, torch.int64, torch.int32) else torch.float32
-
-
-def _chunk_size(values: torch.Tensor) -> int:
-    return _CHUNK if values.device.type == "cpu" else max(values.numel(), 1)
-
-
-def _scratch(like: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a reused buffer with the shape of ``like`` (one-dimensional); each thread has its own."""
-    if like.device.type != "cpu" or like.numel() > _CHUNK:
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-    buffers: dict[tuple[str, torch.dtype], torch.Tensor] = _local.__dict__.setdefault("buffers", {})
-    buffer = buffers.get((name, dtype))
+def _scratch(length: int, name: str) -> torch.Tensor:
+    """Return a reused FP32 buffer on the CPU; each thread has its own."""
+    buffers: dict[str, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
+    buffer = buffers.get(name)
     if buffer is None:
-        buffer = buffers[name, dtype] = torch.empty(_CHUNK, dtype=dtype)
-    return buffer[: like.numel()]
+        buffer = buffers[name] = torch.empty(_CHUNK, dtype=torch.float32)
+    return buffer[:length]
 
 
-def _widen(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    if chunk.dtype == dtype:
-        return chunk
-    return _scratch(chunk, name, dtype).copy_(chunk)
-
-
-def _squares(chunk: torch.Tensor, absmax: float) -> float:
-    if absmax == 0:
-        return 0.0
-    if chunk.dtype == torch.float64 or _SAFE_SQUARES[0] < absmax < _SAFE_SQUARES[1]:
-        return float(torch.dot(chunk, chunk))
-    wide = chunk.to(torch.float64)
-    return float(torch.dot(wide, wide))
+def _pieces(values: torch.Tensor, name: str) -> Iterator[Any]:
+    """Yield the values as float32 or float64 arrays: float tensors whole, others widened a chunk at a time."""
+    if values.dtype in (torch.float32, torch.float64):
+        yield values.contiguous().numpy()
+        return
+    if values.dtype in (torch.int32, torch.int64):
+        yield values.to(torch.float64).numpy()
+        return
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        yield _scratch(chunk.numel(), name).copy_(chunk).numpy()
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -183,58 +170,58 @@ def measure(tensor: torch.Tensor) -> TensorStats:
     fmt = format_of(tensor.dtype)
     values = plain_values(tensor)
     shape = tuple(tensor.shape) if not tensor.is_nested else (tensor.size(0), -1)
-    total_elements = values.numel()
-    if values.dtype is torch.bool:
-        values = values.to(torch.uint8)
-    wide = _wide(values.dtype)
     tiny = fmt.smallest_normal if fmt else 0.0
-    low = high = None
-    total = squares = 0.0
-    nan = posinf = neginf = zero = subnormal = 0
-    step = _chunk_size(values)
-    for start in range(0, total_elements, step):
-        chunk = _widen(values[start : start + step], wide, "value")
-        lowest, highest = (float(x) for x in torch.aminmax(chunk))
-        count = chunk.numel()
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            is_nan, is_inf = torch.isnan(chunk), torch.isinf(chunk)
-            chunk_nan = int(torch.count_nonzero(is_nan))
-            chunk_posinf = int(torch.count_nonzero(is_inf & (chunk > 0)))
-            chunk_neginf = int(torch.count_nonzero(is_inf)) - chunk_posinf
-            nan, posinf, neginf = nan + chunk_nan, posinf + chunk_posinf, neginf + chunk_neginf
-            chunk = chunk[~(is_nan | is_inf)]
-            count = chunk.numel()
-            if count == 0:
-                continue
-            lowest, highest = (float(x) for x in torch.aminmax(chunk))
-        low = lowest if low is None else min(low, lowest)
-        high = highest if high is None else max(high, highest)
-        total += float(chunk.sum())
-        squares += _squares(chunk, max(abs(lowest), abs(highest)))
-        if lowest < tiny and highest > -tiny:
-            magnitude = torch.abs(chunk, out=_scratch(chunk, "magnitude", wide))
-            below = torch.lt(magnitude, tiny, out=_scratch(chunk, "below", torch.bool))
-            small = int(torch.count_nonzero(below))
-            if small:
-                zeros = count - int(torch.count_nonzero(chunk))
-                zero, subnormal = zero + zeros, subnormal + small - zeros
-        elif fmt is None and lowest <= 0 <= highest:
-            zero += count - int(torch.count_nonzero(chunk))
+    parts = (
+        [kernels.summarise(piece, tiny) for piece in _pieces(values, "value")]
+        if values.device.type == "cpu"
+        else [_summarise_on_device(values, tiny)]
+    )
+    lows = [part.low for part in parts if part.low != math.inf]
+    highs = [part.high for part in parts if part.high != -math.inf]
     return TensorStats(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=shape,
-        elements=total_elements,
+        elements=values.numel(),
         floating=fmt is not None,
-        low=low,
-        high=high,
-        total=total,
-        squares=squares,
-        nan=nan,
-        posinf=posinf,
-        neginf=neginf,
-        zero=zero,
-        subnormal=subnormal,
+        low=min(lows, default=None),
+        high=max(highs, default=None),
+        total=math.fsum(part.total for part in parts),
+        squares=math.fsum(part.squares for part in parts),
+        nan=sum(part.nan for part in parts),
+        posinf=sum(part.posinf for part in parts),
+        neginf=sum(part.neginf for part in parts),
+        zero=sum(part.zero for part in parts),
+        subnormal=sum(part.subnormal for part in parts),
     )
+
+
+def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
+    """Do what :func:`nanprobe.numerics.kernels.summarise` does on another device; the scalars travel together."""
+    if values.numel() == 0:
+        return kernels.Summary(0, 0, 0, 0, 0, math.inf, -math.inf, 0.0, 0.0)
+    wide = values.to(torch.float64 if values.dtype in _WIDE_INTEGERS or values.dtype is torch.float64 else torch.float32)
+    finite = torch.isfinite(wide)
+    magnitude = wide.abs()
+    safe = torch.where(finite, wide, 0).to(torch.float64)
+    counts = torch.stack(
+        [
+            torch.isnan(wide).sum(),
+            (wide == math.inf).sum(),
+            (wide == -math.inf).sum(),
+            (wide == 0).sum(),
+            ((magnitude < tiny) & (wide != 0)).sum(),
+        ]
+    ).to(torch.float64)
+    extremes = torch.stack(
+        [
+            torch.where(finite, wide, math.inf).min().to(torch.float64),
+            torch.where(finite, wide, -math.inf).max().to(torch.float64),
+            safe.sum(),
+            safe.square().sum(),
+        ]
+    )
+    nan, posinf, neginf, zero, subnormal, low, high, total, squares = torch.cat([counts, extremes]).tolist()
+    return kernels.Summary(int(nan), int(posinf), int(neginf), int(zero), int(subnormal), low, high, total, squares)
 
 
 def mask_fill(dtype: torch.dtype) -> float:
@@ -243,9 +230,33 @@ def mask_fill(dtype: torch.dtype) -> float:
     return -math.inf if fmt is None else -0.5 * fmt.max
 
 
+def _paired(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    """Yield matching pieces of two tensors of the same length, widened."""
+    direct = (torch.float32, torch.float64)
+    if a.dtype in direct and b.dtype in direct:
+        yield a.contiguous().numpy(), b.contiguous().numpy()
+        return
+    for start in range(0, a.numel(), _CHUNK):
+        stop = start + _CHUNK
+        for x, y in zip(_pieces(a[start:stop], "value"), _pieces(b[start:stop], "reference"), strict=True):
+            yield x, y
+
+
+def _compare(x: Any, y: Any, factor: float, dtype: torch.dtype, reference: torch.dtype) -> Difference:
+    """Compare two arrays; only when non-finite values or a mask's fill take part is a second look needed."""
+    distance = kernels.compare(x, y, factor)
+    floor = mask_fill(reference)
+    masked = distance.reference_squares >= floor * floor
+    if math.isfinite(distance.error_squares) and math.isfinite(distance.reference_squares) and not masked:
+        return Difference(
+            error_squares=distance.error_squares, reference_squares=distance.reference_squares, compared=len(x)
+        )
+    left, right = torch.from_numpy(x).to(torch.float64) * factor, torch.from_numpy(y).to(torch.float64)
+    return _careful(left, right, mask_fill(dtype), floor)
+
+
 def _careful(value: torch.Tensor, reference: torch.Tensor, floor: float, reference_floor: float) -> Difference:
-    """Compare two chunks that hold non-finite values, mask fills, or magnitudes whose squares leave FP32's range."""
-    value, reference = value.to(torch.float64), reference.to(torch.float64)
+    """Compare FP64 values that may hold non-finite elements or the fills of a mask."""
     masked = (value <= floor) & (reference <= reference_floor)
     both = torch.isfinite(value) & torch.isfinite(reference) & ~masked
     kept = reference[both]
@@ -275,30 +286,11 @@ def difference(tensor: torch.Tensor, reference: torch.Tensor, *, scale: float = 
         a = a.to(torch.uint8)
     if b.dtype is torch.bool:
         b = b.to(torch.uint8)
-    wide = torch.float64 if torch.float64 in (_wide(a.dtype), _wide(b.dtype)) else torch.float32
-    floor, reference_floor = mask_fill(a.dtype), mask_fill(b.dtype)
-    parts: list[Difference] = []
-    for start in range(0, a.numel(), _chunk_size(a)):
-        stop = start + _chunk_size(a)
-        left, right = _widen(a[start:stop], wide, "value"), _widen(b[start:stop], wide, "reference")
-        if scale != 1.0:
-            left = torch.mul(left, 1.0 / scale, out=_scratch(left, "unscaled", wide))
-        extreme = max(abs(float(x)) for x in torch.aminmax(right))
-        error = torch.sub(left, right, out=_scratch(left, "error", wide))
-        error_absmax = max(abs(float(x)) for x in torch.aminmax(error))
-        safe = wide is torch.float64 and extreme < 1e150
-        if math.isfinite(error_absmax) and (
-            safe or (extreme < _SAFE_SQUARES[1] and error_absmax < _SAFE_SQUARES[1] and right.dtype == wide)
-        ):
-            parts.append(
-                Difference(
-                    error_squares=_squares(error, error_absmax),
-                    reference_squares=_squares(right, extreme),
-                    compared=left.numel(),
-                )
-            )
-        else:
-            parts.append(_careful(left, right, floor, reference_floor))
+    factor = 1.0 / scale
+    if a.device.type == "cpu":
+        parts = [_compare(x, y, factor, a.dtype, b.dtype) for x, y in _paired(a, b)]
+    else:
+        parts = [_careful(a.to(torch.float64) * factor, b.to(torch.float64), mask_fill(a.dtype), mask_fill(b.dtype))]
     result = total_difference(parts)
     if result.new_neginf and not tensor.is_nested and tensor.dim() > 0:
         result = dataclasses.replace(result, lost=_lost(tensor, reference))
