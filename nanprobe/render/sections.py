@@ -226,10 +226,10 @@ def _reproduce(report: ReplayReport) -> str:
 
 
 def _commands(report: ReplayReport, ink: Ink, folded: bool) -> list[str]:
-    """Return commands that lead on, for a replay that was started from a config file."""
+    """Return commands that lead on from a config file, or what to call where the replay began in Python."""
     config = path_of(report, "config")
     if config is None:
-        return []
+        return [f"for every row, {ink.command('report.render(verbose=True)')}"] if folded else []
     low = candidates(report)
     tail = f" --config {shlex.quote(config)}"
     lines = []

@@ -242,3 +242,10 @@ def test_a_fold_never_says_clean_of_a_run_that_is_not() -> None:
     text = render(report_with_states("diverged"), width=140)
     assert "fp16 1 diverged, 118 clean; bf16 clean" in text
     assert "119 visits clean" not in text
+
+
+def test_what_to_do_next_fits_how_the_replay_was_started() -> None:
+    assert "for every row, add `--verbose`" in render(fp16_overflow())
+    from_python = dataclasses.replace(fp16_overflow(), subject={})
+    assert "for every row, `report.render(verbose=True)`" in render(from_python)
+    assert "--config" not in render(from_python)
