@@ -1,8 +1,8 @@
-"""The progress bar: silent for short runs and without a terminal, gone at the end."""
+"""The progress bar: only on a terminal and after a while, gone at the end; and text made safe for one line."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,67 +11,76 @@ from nanprobe._console.bar import ConsoleProgress
 from nanprobe._console.terminal import one_line
 
 
-class Clock:
-    """A clock that a test moves."""
+class Timer:
+    """A timer that a test lets run out."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    made: list[Timer]
 
-    def monotonic(self) -> float:
-        return self.now
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        assert seconds == bar.PATIENCE
+        self.run_out = function
+        self.daemon = False
+        self.state = "waiting"
+        Timer.made.append(self)
+
+    def start(self) -> None:
+        assert self.daemon
+        self.state = "running"
+
+    def cancel(self) -> None:
+        self.state = "cancelled"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    stopped = Clock()
-    monkeypatch.setattr(bar.time, "monotonic", stopped.monotonic)
+@pytest.fixture(autouse=True)
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
+    Timer.made = []
+    monkeypatch.setattr(bar.threading, "Timer", Timer)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return stopped
+    return Timer.made
 
 
-def work(progress: ConsoleProgress, clock: Clock, seconds: float) -> None:
-    progress.stage("replay", total=2)
-    clock.now += seconds
-    progress.step(detail="encoder.layer.3")
-    progress.stage("trace", total=1)
-    progress.step()
-
-
-def test_a_long_run_on_a_terminal_shows_a_bar_on_stderr(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_run_on_a_terminal_shows_a_bar_on_stderr(
+    timers: list[Timer], capsys: pytest.CaptureFixture[str]
+) -> None:
     progress = ConsoleProgress(show=True, quiet=False)
-    work(progress, clock, bar.PATIENCE + 1)
+    progress.stage("replay", total=4)
+    progress.step(3, detail="encoder.layer.3")
+    assert capsys.readouterr().err == ""
+    (timer,) = timers
+    timer.run_out()
     progress.note("a [bold]note[/bold]")
+    progress.stage("trace")
+    progress.step(detail="head")
     progress.close()
     out, err = capsys.readouterr()
     assert out == ""
-    assert "trace" in err
+    assert "replay" in err
+    assert "3/4" in err
     assert "nanprobe: note: a [bold]note[/bold]" in err
+    assert timer.state == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("show", "quiet", "seconds"),
-    [(True, False, bar.PATIENCE / 2), (False, False, 60.0), (True, True, 60.0)],
-)
-def test_otherwise_there_is_none(
-    clock: Clock, capsys: pytest.CaptureFixture[str], show: bool, quiet: bool, seconds: float
-) -> None:
-    progress = ConsoleProgress(show=show, quiet=quiet)
-    work(progress, clock, seconds)
+def test_a_short_run_shows_none(timers: list[Timer], capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ConsoleProgress(show=True, quiet=False)
+    progress.stage("replay", total=1)
+    progress.step()
     progress.close()
+    assert timers[0].state == "cancelled"
+    timers[0].run_out()
     assert capsys.readouterr() == ("", "")
 
 
-def test_nothing_is_drawn_after_the_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ConsoleProgress(show=True, quiet=False)
+@pytest.mark.parametrize(("show", "quiet"), [(False, False), (True, True)])
+def test_nobody_watches(timers: list[Timer], capsys: pytest.CaptureFixture[str], show: bool, quiet: bool) -> None:
+    progress = ConsoleProgress(show=show, quiet=quiet)
+    progress.stage("replay", total=1)
+    progress.step()
+    progress.note("something")
     progress.close()
-    work(progress, clock, 60.0)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_clock_is_the_real_one_elsewhere() -> None:
-    assert bar.time is time
+    assert timers == []
+    assert capsys.readouterr() == ("", "" if quiet else "nanprobe: note: something\n")
 
 
 def test_one_line_shows_control_characters() -> None:
