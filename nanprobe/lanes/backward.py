@@ -1,7 +1,8 @@
 """Finding the autograd node where a good gradient turned bad.
 
-Every node of the loss's graph gets a hook that looks at the gradients it hands on; the first node whose incoming
-gradients were finite and whose outgoing ones are not is the origin. Nodes carry the sequence number they were made
+Only a lane whose gradients went bad is looked at this closely: it is run once more, alone, and every node of the loss's
+graph gets a hook that looks at the gradients it hands on. The first node whose incoming gradients are finite and whose
+outgoing ones are not is the origin. Nodes carry the sequence number they were made
 with, and module visits know the range of numbers they spanned, so the node's module is the innermost visit whose range
 holds its number.
 """
@@ -16,7 +17,7 @@ import torch
 
 from nanprobe.numerics.stats import is_finite, measure
 from nanprobe.lanes.measures import bad_detail, health_of
-from nanprobe.lanes.trace import HEALTHY, BackwardOrigin, Health
+from nanprobe.lanes.trace import BackwardOrigin
 
 __all__ = ["NodeWatch"]
 
@@ -30,13 +31,6 @@ class NodeWatch:
         self._batch_size = batch_size
         self._batch_dim = batch_dim
         self._ranges: list[tuple[int, int, str, int]] = []
-
-    @staticmethod
-    def health(tensor: torch.Tensor) -> Health:
-        """Count the non-finite elements of one tensor; one read when there are none."""
-        if is_finite(tensor):
-            return HEALTHY
-        return health_of([measure(tensor)])
 
     def visited(self, first: int, stop: int, path: str, visit: int) -> None:
         """A visit made the nodes with sequence numbers in [first, stop)."""

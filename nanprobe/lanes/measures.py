@@ -105,6 +105,11 @@ class MeasureBuilder:
             self.fmt = format_of(tensor.dtype)
         self.stats.append((path, stats, diff))
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether any element of any tensor so far is NaN or Inf."""
+        return any(stats.bad for _, stats, _ in self.stats)
+
     def build(self) -> Measure:
         """Return the measure: counts summed over tensors, extremes and errors over the floating ones, unscaled."""
         floating = [entry for entry in self.stats if entry[1].floating] or self.stats

@@ -41,15 +41,15 @@ class Observer(TorchDispatchMode):
         """Run one operation, as it is unless it draws at random in half precision."""
         kwargs = kwargs or {}
         lane = self._lane
-        if lane.frame is None and lane.phase in ("forward", "loss"):
+        if lane.frame is None and lane.observing and lane.phase in ("forward", "loss"):
             lane.ops_outside += 1
         result = self._run(func, args, kwargs)
         choice = _CHOICES.get(func)
         if choice is not None:
             name, position = choice
-            lane.choice(name, result if position is None else result[position])
+            lane.choices.chosen(name, result if position is None else result[position])
         elif func is aten._to_copy.default and _becomes_integer(args[0], kwargs.get("dtype")):
-            lane.choice("aten._to_copy", result)
+            lane.choices.chosen("aten._to_copy", result)
         if self._follow:
             lane.placement.follow((args, kwargs), result)
         return result

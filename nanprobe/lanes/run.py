@@ -24,11 +24,12 @@ from nanprobe.progress import SILENT, Progress
 from nanprobe.records import Gradient
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.conductor import Conductor
-from nanprobe.lanes.lane import Lane, LaneSettings
+from nanprobe.lanes.frames import LaneSettings
+from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, Weights, copy_model
 from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.process_state import ProcessState, reference_flags
-from nanprobe.lanes.trace import LaneTrace, Raised, Trace
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Raised, Trace
 
 __all__ = [
     "Bind",
@@ -134,6 +135,7 @@ class _Run:
         self.loss: float | None = None
         self.loss_found = False
         self.backward_ran = False
+        self.backward_origin: BackwardOrigin | None = None
         self.gradients: dict[str, Gradient] = {}
         self.gradient_elements: dict[str, int] = {}
         self.gradient_norm: float | None = None
@@ -157,7 +159,6 @@ class _Run:
             batch_dim=spec.batch_dim,
         )
         self.lane = Lane(settings, copied, conductor, is_reference=is_reference)
-        self.lane.watch.classes = {path: type(module).__name__ for path, module in copied.modules.items()}
         self._dtype = dtype
 
     def _copy(self, dtype: torch.dtype) -> LaneModel:
@@ -203,27 +204,25 @@ class _Run:
         )
         with autocast:
             output = lane.copied.model(*args, **kwargs)
-            if lane.phase == "forward":
-                lane.phase = "loss"
+            lane.phase = "loss"
             loss = self._take_loss(output, batch)
         self.call = ((), {})
         return loss
 
     def finds_loss(self) -> bool:
         """Run forward alone, unobserved, and tell whether its output holds a loss."""
-        self.lane.phase = "muted"
         with self._context():
             return self._forward() is not None
 
     def largest_scale(self, scales: Iterable[float]) -> float | None:
         """Run forward once, unobserved, and backward at each scale; return the first that leaves every gradient finite."""
-        self.lane.phase = "muted"
         with self._context():
             loss = self._forward()
             if loss is None or not loss.requires_grad:
                 return None
+            self.lane.phase = "backward"
             for scale in scales:
-                (loss.reshape(()).float() * scale).backward(retain_graph=True)
+                self._scaled(loss, scale).backward(retain_graph=True)
                 gradients = [p.grad for p in self.lane.copied.model.parameters() if p.grad is not None]
                 fits = all(is_finite(gradient) for gradient in gradients)
                 for parameter in self.lane.copied.model.parameters():
@@ -231,6 +230,26 @@ class _Run:
                 if fits:
                     return scale
         return None
+
+    def find_backward_origin(self) -> BackwardOrigin | None:
+        """Run forward and backward alone and return the autograd node where a good gradient turned bad."""
+        with self._context():
+            loss = self._forward()
+            if loss is None or not loss.requires_grad:
+                return None
+            self.lane.phase = "backward"
+            scaled = self._scaled(loss, self.scale)
+            removers = self.lane.watch.watch(scaled)
+            try:
+                scaled.backward()
+            finally:
+                for remove in removers:
+                    remove()
+        return self.lane.watch.origin
+
+    @staticmethod
+    def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+        return loss.reshape(()).to(torch.float64 if loss.dtype is torch.float64 else torch.float32) * scale
 
     def body(self) -> None:
         """Run the lane from its first operation to its last; called inside the lane's thread."""
@@ -264,13 +283,8 @@ class _Run:
             lane.notes["the loss depends on no parameter that requires a gradient: no backward"] = None
             return
         lane.phase = "backward"
-        scaled = loss.reshape(()).to(torch.float64 if loss.dtype is torch.float64 else torch.float32) * self.scale
-        removers = lane.watch.watch(scaled)
-        try:
-            scaled.backward()
-        finally:
-            for remove in removers:
-                remove()
+        scaled = self._scaled(loss, self.scale)
+        scaled.backward()
         del scaled, loss
         self.backward_ran = True
         lane.phase = "gradients"
@@ -303,14 +317,21 @@ class _Run:
                 poisoned.append(name)
         return tuple(poisoned)
 
+    def gradients_went_bad(self) -> bool:
+        """Whether forward and loss were finite and some gradient is not."""
+        if not self.backward_ran or self.loss is None or not math.isfinite(self.loss):
+            return False
+        if any(g.nan or g.posinf or g.neginf for g in self.gradients.values()):
+            return True
+        return any(builder.is_bad for place, builder in self.lane.measures.items() if place[0] == "backward")
+
     def trace(self, thread: LaneThread) -> LaneTrace:
         """Return what the lane left behind, once it has ended."""
         lane = self.lane
         error = thread.error
         raised = lane.raised
         if error is not None and raised is None:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raised = Raised(text=text, module=None, visit=None, class_=None, phase=lane.phase)
+            raised = Raised(text=first_line(error), module=None, visit=None, class_=None, phase=lane.phase)
         root = lane.measures.get(("forward", "", 0))
         measures = {place: builder.build() for place, builder in lane.measures.items()}
         return LaneTrace(
@@ -320,7 +341,7 @@ class _Run:
             loss=self.loss,
             loss_found=self.loss_found,
             loss_scale=self.scale,
-            visits=tuple(lane.facts),
+            visits=tuple(lane.forward.facts),
             measures=measures,
             order=dict(lane.order),
             gradients=self.gradients,
@@ -328,13 +349,13 @@ class _Run:
             gradient_norm=self.gradient_norm,
             gradient_rel_error=self.gradient_rel_error,
             backward_ran=self.backward_ran,
-            backward_origin=lane.watch.origin,
+            backward_origin=self.backward_origin,
             poisoned_buffers=self.poisoned,
-            flips=tuple(lane.flips),
-            uninspected=tuple(lane.uninspected),
+            flips=tuple(lane.choices.flips),
+            uninspected=tuple(lane.forward.uninspected),
             ops_outside_modules=lane.ops_outside,
             drawn=lane.drawn,
-            dropout_differs=tuple(lane.dropout_differs),
+            dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,
             output_rel_error=measures[("forward", "", 0)].rel_error if root is not None else None,
@@ -411,6 +432,9 @@ def replay_lanes(spec: ReplaySpec) -> Trace:
                 raise thread.error
             if thread.error is not None and not isinstance(thread.error, Exception):
                 raise thread.error
+        for run in runs:
+            if run.gradients_went_bad():
+                run.backward_origin = _alone(spec, run.precision, _Run.find_backward_origin)
         return Trace(
             reference=runs[0].trace(lanes[0]),
             lanes={run.precision: run.trace(thread) for run, thread in zip(runs[1:], lanes[1:], strict=True)},
@@ -461,9 +485,8 @@ def _check_reference(run: _Run, thread: LaneThread) -> None:
         return
     if isinstance(thread.error, NanprobeError) or not isinstance(thread.error, Exception):
         raise thread.error
-    place = run.lane.failing_inputs
-    inputs = (place[1], place[2]) if place is not None else None
-    raise LaneFailure(thread.error, run.lane.raised, run.lane.copied.model, run.call, inputs) from thread.error
+    lane = run.lane
+    raise LaneFailure(thread.error, lane.raised, lane.copied.model, run.call, lane.failing_inputs) from thread.error
 
 
 def _has_no_forward(module: nn.Module) -> bool:

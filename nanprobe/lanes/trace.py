@@ -40,6 +40,17 @@ class Health:
     neginf: int = 0
     lost: int = 0
 
+    def __add__(self, other: Health) -> Health:
+        """Return the health of both tensors taken together."""
+        if other == HEALTHY:
+            return self
+        return Health(
+            nan=self.nan + other.nan,
+            posinf=self.posinf + other.posinf,
+            neginf=self.neginf + other.neginf,
+            lost=self.lost + other.lost,
+        )
+
     @property
     def hard(self) -> bool:
         """Whether something is there that no mask puts there on purpose: NaN, +Inf, or a row lost to -Inf."""
@@ -74,8 +85,8 @@ class VisitFact:
 
     ``entered`` and ``left`` count module entries and exits of the lane; ``left`` is -1 for a visit that never ended.
     ``previous`` is the sibling that finished last before this visit began, ``last_child`` the child that finished last
-    inside it. ``input_error`` and ``output_error`` are relative errors against the reference, None where there is nothing to
-    compare.
+    inside it. ``input_error`` and ``output_error`` are relative errors against the reference, None where there is
+    nothing to compare.
     """
 
     module: str
@@ -98,7 +109,7 @@ class VisitFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A discrete choice that differs from the reference's: ``changed`` of ``total`` choices, or a visit made or not made."""
+    """A choice that differs from the reference's: ``changed`` of ``total`` choices, or a visit made or not made."""
 
     module: str | None
     visit: int | None

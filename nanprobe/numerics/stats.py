@@ -199,7 +199,9 @@ def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
     """Do what :func:`nanprobe.numerics.kernels.summarise` does on another device; the scalars travel together."""
     if values.numel() == 0:
         return kernels.Summary(0, 0, 0, 0, 0, math.inf, -math.inf, 0.0, 0.0)
-    wide = values.to(torch.float64 if values.dtype in _WIDE_INTEGERS or values.dtype is torch.float64 else torch.float32)
+    wide = values.to(
+        torch.float64 if values.dtype in _WIDE_INTEGERS or values.dtype is torch.float64 else torch.float32
+    )
     finite = torch.isfinite(wide)
     magnitude = wide.abs()
     safe = torch.where(finite, wide, 0).to(torch.float64)

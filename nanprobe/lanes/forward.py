@@ -1,0 +1,274 @@
+"""What is written down of each forward visit: statistics, errors against the reference, and facts for the diagnosis."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nanprobe.lanes.conductor import Posted, Request
+from nanprobe.lanes.frames import Frame
+from nanprobe.lanes.local import LocalTwin
+from nanprobe.lanes.measures import MeasureBuilder, bad_detail, health_of
+from nanprobe.lanes.memo import TensorMemo, version_of
+from nanprobe.lanes.trace import HEALTHY, BadDetail, Health, VisitFact
+from nanprobe.numerics.stats import Difference, TensorStats, difference, is_finite, measure, total_difference
+from nanprobe.numerics.tree import named_tensors, uninspected
+
+if TYPE_CHECKING:
+    from nanprobe.lanes.lane import Lane
+
+__all__ = ["ForwardRecorder"]
+
+
+class ForwardRecorder:
+    """Looks at a visit's inputs when it begins and at its outputs when it ends.
+
+    A tensor that passes several boundaries is measured and compared once.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.facts: list[VisitFact] = []
+        self.uninspected: dict[str, None] = {}
+        self.dropout_differs: dict[str, None] = {}
+        self._lane = lane
+        self._health: TensorMemo[Health] = TensorMemo()
+        self._stats: TensorMemo[TensorStats] = TensorMemo()
+        self._differences: TensorMemo[Difference] = TensorMemo()
+
+    # -- beginning -------------------------------------------------------------------------------------------------
+
+    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A visit begins: note what it was called with, whether that is good, and get ready for its local error."""
+        began = time.perf_counter()
+        frame.inputs = [(name, t, version_of(t)) for name, t in named_tensors((args, kwargs))]
+        frame.arguments = (args, kwargs)
+        frame.health = self._health_of_all(t for _, t, _ in frame.inputs)
+        if self._lane.settings.local_error:
+            if not self._lane.is_reference:
+                frame.twin = LocalTwin.prepare(frame.module)
+            elif getattr(frame.module, "inplace", False):
+                frame.arguments = LocalTwin.keep_inputs(args, kwargs)
+        self._lane.measuring_seconds += time.perf_counter() - began
+
+    def _health_of_all(self, tensors: Iterable[torch.Tensor]) -> Health:
+        """Sum the health of tensors, looking only at those that no earlier boundary has looked at."""
+        total = HEALTHY
+        for tensor in tensors:
+            if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                continue
+            health = self._health.get(tensor)
+            if health is None:
+                health = HEALTHY if is_finite(tensor) else health_of([measure(tensor)])
+                self._health.put(health, tensor)
+            total = total + health
+        return total
+
+    def broken_off(self, frame: Frame) -> None:
+        """A visit raised: only its beginning is known."""
+        self._add_fact(frame, HEALTHY, left=-1)
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
+        """A visit has ended: measure its outputs, meet the other lanes, compare, and record; return the outputs by path."""
+        lane = self._lane
+        began = time.perf_counter()
+        hidden = uninspected(output)
+        if hidden is not None:
+            self.uninspected[f"{frame.path} ({hidden})".strip()] = None
+        tensors = dict(named_tensors(output))
+        stats = {path: self._measured(tensor) for path, tensor in tensors.items()}
+        keeps_inputs = frame.unchanged() or getattr(frame.module, "inplace", False)
+        posted = Posted(key=frame.key, tensors=tensors, stats=stats, inputs=frame.arguments if keeps_inputs else None)
+        lane.measuring_seconds += time.perf_counter() - began
+        counterpart = None if lane.is_reference else lane.meet(Request(frame.key, frame.chain()))
+        began = time.perf_counter()
+        builder = lane.measures[("forward", frame.path, frame.visit)] = MeasureBuilder()
+        lane.order[("forward", frame.path, frame.visit)] = left
+        lost = 0
+        diffs: dict[str, Difference | None] = {}
+        if counterpart is not None:
+            diffs = self._compare(frame, tensors, stats, counterpart)
+            lost = sum(d.lost for path, d in diffs.items() if d is not None and stats[path].floating)
+            self._compare_inputs(frame, counterpart)
+            if frame.children == 0 and lane.settings.local_error:
+                self._local_error(frame, counterpart, builder)
+            if isinstance(frame.module, nn.modules.dropout._DropoutNd) and frame.module.training:
+                self._check_dropout(frame, tensors, counterpart)
+        elif not lane.is_reference:
+            builder.note = "the reference did not come by"
+            lane.choices.flip(frame, None, 1, 1, "this visit is not made by the reference")
+        for path, tensor in tensors.items():
+            builder.add(path, tensor, stats[path], diffs.get(path))
+        self._record(frame, tensors, stats, counterpart, lost, left, builder)
+        lane.measuring_seconds += time.perf_counter() - began
+        if lane.is_reference:
+            lane.post(posted)
+        return tensors
+
+    def _measured(self, tensor: torch.Tensor) -> TensorStats:
+        stats = self._stats.get(tensor)
+        if stats is None:
+            stats = measure(tensor)
+            self._stats.put(stats, tensor)
+        return stats
+
+    def _difference(self, tensor: torch.Tensor, reference: torch.Tensor) -> Difference | None:
+        diff = self._differences.get(tensor, reference)
+        if diff is None:
+            diff = difference(tensor, reference)
+            if diff is not None:
+                self._differences.put(diff, tensor, reference)
+        return diff
+
+    def _compare(
+        self,
+        frame: Frame,
+        tensors: Mapping[str, torch.Tensor],
+        stats: Mapping[str, TensorStats],
+        counterpart: Posted,
+    ) -> dict[str, Difference | None]:
+        diffs: dict[str, Difference | None] = {}
+        for path, tensor in tensors.items():
+            reference = counterpart.tensors.get(path)
+            if reference is None:
+                continue
+            diffs[path] = diff = self._difference(tensor, reference)
+            if diff is None and not tensor.is_nested:
+                self._lane.choices.shape_differs(frame, tensor, reference)
+        frame.output_error = total_difference(
+            d for path, d in diffs.items() if d is not None and stats[path].floating
+        ).rel_error
+        return diffs
+
+    def _compare_inputs(self, frame: Frame, counterpart: Posted) -> None:
+        """Compare what the visit was given with what the reference's was, and tell a mask's -Inf from one of its own."""
+        if counterpart.inputs is None or not frame.unchanged():
+            return
+        references = dict(named_tensors(counterpart.inputs))
+        diffs: list[Difference] = []
+        for path, tensor, _ in frame.inputs:
+            reference = references.get(path)
+            if reference is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                diff = self._difference(tensor, reference)
+                if diff is not None:
+                    diffs.append(diff)
+        total = total_difference(diffs)
+        frame.input_error = total.rel_error
+        if frame.health.soft and total.lost:
+            frame.health = dataclasses.replace(frame.health, lost=total.lost)
+
+    def _local_error(self, frame: Frame, counterpart: Posted, builder: MeasureBuilder) -> None:
+        outputs, note = self._lane.run_twin(frame, counterpart)
+        if note is not None:
+            builder.note = note
+        for path, tensor in outputs.items():
+            reference = counterpart.tensors.get(path)
+            if reference is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                diff = difference(tensor, reference)
+                if diff is not None:
+                    builder.local.append(diff)
+
+    def _check_dropout(self, frame: Frame, tensors: Mapping[str, torch.Tensor], counterpart: Posted) -> None:
+        """Note a dropout that keeps elements which the reference's drops: the lanes drew different masks."""
+        for path, tensor in tensors.items():
+            reference = counterpart.tensors.get(path)
+            if reference is None or reference.shape != tensor.shape:
+                continue
+            here = tensor.detach()
+            kept = (reference.detach() == 0) & torch.isfinite(here) & (here != 0)
+            if int(torch.count_nonzero(kept)) > _DROPPED_APART * tensor.numel():
+                self.dropout_differs[frame.path] = None
+
+    def _record(
+        self,
+        frame: Frame,
+        tensors: Mapping[str, torch.Tensor],
+        stats: Mapping[str, TensorStats],
+        counterpart: Posted | None,
+        lost: int,
+        left: int,
+        builder: MeasureBuilder,
+    ) -> None:
+        health = health_of([s for s in stats.values() if s.floating], lost)
+        for path, tensor in tensors.items():
+            if stats[path].floating:
+                self._health.put(health_of([stats[path]], lost), tensor)
+        bad_output = bad_input = None
+        if health.hard or health.soft:
+            builder.detail = self._detail(
+                tensors.items(),
+                counterpart.tensors if counterpart is not None else {},
+                self._absmax([t for _, t, _ in frame.inputs]) if health.hard and frame.unchanged() else None,
+            )
+            bad_output = builder.detail if health.hard else None
+        if frame.health.hard and frame.unchanged():
+            given = counterpart.inputs if counterpart is not None else None
+            references = dict(named_tensors(given)) if given is not None else {}
+            bad_input = self._detail([(name, t) for name, t, _ in frame.inputs], references, None)
+        self._add_fact(frame, health, left=left, bad_output=bad_output, bad_input=bad_input)
+
+    def _absmax(self, tensors: Iterable[torch.Tensor]) -> float | None:
+        stats = [self._measured(t) for t in tensors if t.dtype.is_floating_point]
+        return max((s.absmax for s in stats if s.absmax is not None), default=None)
+
+    def _detail(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        references: Mapping[str, torch.Tensor],
+        input_absmax: float | None,
+    ) -> BadDetail | None:
+        settings = self._lane.settings
+        for path, tensor in tensors:
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                detail = bad_detail(
+                    path,
+                    tensor,
+                    reference=references.get(path),
+                    batch_size=settings.batch_size,
+                    batch_dim=settings.batch_dim,
+                    input_absmax=input_absmax,
+                )
+                if detail is not None:
+                    return detail
+        return None
+
+    def _add_fact(
+        self,
+        frame: Frame,
+        outputs: Health,
+        *,
+        left: int,
+        bad_output: BadDetail | None = None,
+        bad_input: BadDetail | None = None,
+    ) -> None:
+        parent = frame.parent
+        self.facts.append(
+            VisitFact(
+                module=frame.path,
+                visit=frame.visit,
+                class_=type(frame.module).__name__,
+                depth=frame.depth,
+                leaf=frame.children == 0,
+                parent=(parent.path, parent.visit) if parent is not None else None,
+                previous=frame.previous,
+                last_child=frame.last_child,
+                entered=frame.entered,
+                left=left,
+                inputs=frame.health,
+                outputs=outputs,
+                input_error=frame.input_error,
+                output_error=frame.output_error,
+                bad_input=bad_input,
+                bad_output=bad_output,
+            )
+        )
+
+
+_DROPPED_APART = 0.01
+"""Share of elements that may survive dropout in one lane only before the masks count as different."""
