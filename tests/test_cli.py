@@ -277,6 +277,10 @@ def test_an_input_is_never_overwritten(engine: Engine, tmp_path: Path, capsys: p
     for name in ("batch.json", "linked.json"):
         assert main(["replay", "--batch", "batch.json", "-o", name]) == 2
         assert "is an input" in one_error_line(capsys.readouterr().err)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "index.json").write_text("precious")
+    assert main(["replay", "--checkpoint", "weights", "-o", "weights/index.json"]) == 2
+    assert "belongs to weights" in one_error_line(capsys.readouterr().err)
     saved = tmp_path / "report.json"
     saved.write_text(to_json(clean()))
     assert main(["render", "report.json", "-o", "report.json"]) == 2

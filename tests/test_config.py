@@ -404,3 +404,17 @@ def test_what_show_config_prints_is_the_same_config(
     assert again.model == config.model
     assert again.checkpoint == config.checkpoint
     assert again.settings == config.settings
+
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+
+def documented(position: int) -> str:
+    return DOCS.read_text("utf-8").split("```yaml\n")[position].split("```")[0]
+
+
+def test_the_documented_example_has_every_key_and_loads(write: Any) -> None:
+    config = load_config(write(documented(1)))
+    assert set(config.origins) == set(config_document(config)["config"])
+    assert config.settings.tolerances[2] == Tolerance(module="head.*", format="bf16", multiple=128)
+    assert load_config(write(documented(2))).model.transformers is not None

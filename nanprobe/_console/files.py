@@ -20,6 +20,10 @@ def check_target(target: Path, inputs: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             if target.resolve() == path.resolve() or (target.exists() and os.path.samefile(target, path)):
                 raise UsageError(f"-o {target}: this file is an input of the same command; name another")
+            if path.is_dir() and target.exists() and target.resolve().is_relative_to(path.resolve()):
+                raise UsageError(
+                    f"-o {target}: this file belongs to {path}, an input of the same command; name another"
+                )
     if target.is_dir():
         raise UsageError(f"-o {target}: is a folder; name a file in it")
     folder = target.resolve().parent

@@ -87,7 +87,7 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
         return OK
     if config.batch is None:
         raise UsageError(f"there is no batch to replay; name one with --batch PATH, or with `batch:` in {source}")
-    specs = (config.checkpoint, config.batch)
+    specs = (config.checkpoint, config.batch, config.model.transformers)
     outputs.check([source, *(spec.path for spec in specs if spec is not None)])
     progress = ConsoleProgress(show=outputs.terminal.stderr, quiet=outputs.quiet)
     try:

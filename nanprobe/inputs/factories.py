@@ -57,7 +57,7 @@ def import_folder(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).resolve().is_relative_to(folder) and not _in_library(file):
+            if file and Path(file).resolve().is_relative_to(folder) and not _in_library(file) and not _ours(file):
                 _from_folder[name] = folder
 
 
@@ -108,8 +108,9 @@ def _import_file(where: str, folder: Path, key: str) -> ModuleType:
 
 
 def _import_module(where: str, folder: Path, key: str) -> ModuleType:
+    top = where.partition(".")[0]
     try:
-        return importlib.import_module(where)
+        module = importlib.import_module(where)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if where == missing or where.startswith(missing + "."):
@@ -126,6 +127,14 @@ def _import_module(where: str, folder: Path, key: str) -> ModuleType:
         _reraise(error, f"`{key}`: importing {where}")
     except BaseException as error:
         _reraise(error, f"`{key}`: importing {where}")
+    meant = next((p for p in (folder / f"{top}.py", folder / top / "__init__.py") if p.is_file()), None)
+    loaded = getattr(sys.modules.get(top), "__file__", None)
+    if meant is not None and (loaded is None or not meant.samefile(loaded)):
+        raise UsageError(
+            f"`{key}`: the module `{top}` was loaded from {loaded or 'Python itself'} already, not from {meant}; "
+            "name the file: path/to/file.py:callable"
+        )
+    return module
 
 
 def call_factory(target: Any, kwargs: Mapping[str, Any], key: str, reference: str) -> Any:
@@ -183,10 +192,15 @@ def raised_in_user_code(error: BaseException) -> str:
     frames = [
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not Path(frame.filename).resolve().is_relative_to(_PACKAGE)
+        if not frame.filename.startswith("<") and not _ours(frame.filename)
     ]
     own = [frame for frame in frames if not _in_library(frame[0])] or frames
     return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+
+
+def _ours(file: str) -> bool:
+    """Tell whether a file belongs to nanprobe."""
+    return Path(file).resolve().is_relative_to(_PACKAGE)
 
 
 def _in_library(file: str) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from nanprobe.config import LossSpec, ModelSpec, TransformersSpec
 from nanprobe.errors import UsageError
+from nanprobe.inputs.factories import import_folder
 from nanprobe.inputs.loss import build_loss
 from nanprobe.inputs.model import build_model
 
@@ -253,6 +254,21 @@ def test_a_factory_that_cannot_be_used(folder: Path, factory: str, kwargs: dict[
     for part in parts:
         assert part in message
     assert sys.path == before
+
+
+def test_a_module_that_another_one_hides_is_told(folder: Path) -> None:
+    (folder / "json.py").write_text("def build():\n    pass\n")
+    with pytest.raises(UsageError, match=r"the module `json` was loaded from .* name the file"):
+        build(folder, "json:build")
+
+
+def test_nanprobe_itself_is_not_forgotten(folder: Path) -> None:
+    root = Path(sys.modules["nanprobe"].__file__ or "").parent.parent
+    sys.modules.pop("nanprobe.nearest")
+    with import_folder(root):
+        import nanprobe.nearest as imported_there
+    with import_folder(folder):
+        assert sys.modules["nanprobe.nearest"] is imported_there
 
 
 def test_an_interrupt_and_a_lack_of_memory_are_no_mistake_of_the_factory(folder: Path) -> None:
