@@ -32,21 +32,14 @@ from nanprobe.inputs.model import build_model
 from nanprobe.inputs.rng import RandomState
 from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
-from nanprobe.progress import SILENT, Progress
-from nanprobe.records import ReplayReport, Tool
 from nanprobe.lanes.lane_model import Weights, kept_paths
 from nanprobe.lanes.process_state import read_flags
-from nanprobe.lanes.run import (
-    LaneFailure,
-    LossFunction,
-    ReplaySpec,
-    batch_size_of,
-    largest_loss_scale,
-    output_holds_loss,
-    replay_lanes,
-)
+from nanprobe.lanes.run import largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import LaneTrace, Trace
+from nanprobe.progress import SILENT, Progress
+from nanprobe.records import ReplayReport, Tool
 from nanprobe.version import __version__
 
 __all__ = ["Subject", "replay_command", "run_replay"]
@@ -163,8 +156,8 @@ def run_replay(
     memory is left, or nothing could be observed. The model, its gradients and all random state are left as they were.
     """
     started = time.perf_counter() if started is None else started
-    low = tuple(name for name in precisions if name != "fp32") or ("fp32",)
-    reference = "fp64" if low == ("fp32",) else "fp32"
+    reference = "fp64" if "fp64" in precisions or set(precisions) == {"fp32"} else "fp32"
+    low = tuple(name for name in precisions if name != reference)
     device = check_device(settings.device)
     dim = settings.batch_dim
     spec = ReplaySpec(
@@ -272,7 +265,7 @@ def _decide_backward(spec: ReplaySpec, settings: Settings, timings: dict[str, fl
 def _with_loss_scale(spec: ReplaySpec, settings: Settings, timings: dict[str, float]) -> tuple[Trace, list[str]]:
     """Replay with the loss scale that was given, or as dynamic loss scaling would find it; say what it came to."""
     given = settings.loss_scale
-    scales = {name: given if given is not None else 1.0 for name in spec.precisions}
+    scales = dict.fromkeys(spec.precisions, given if given is not None else 1.0)
     dynamic = spec.backward and given is None and "fp16" in spec.precisions
     if dynamic:
         scales["fp16"] = DEFAULT_LOSS_SCALE

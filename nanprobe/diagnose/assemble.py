@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from nanprobe.config import IgnoreRule
 from nanprobe.diagnose.before import StoredFault
 from nanprobe.diagnose.lane import LaneDiagnosis
+from nanprobe.lanes.trace import LaneTrace, Place, Trace
 from nanprobe.records import (
     VERDICTS,
     Coverage,
@@ -22,7 +23,6 @@ from nanprobe.records import (
     PrecisionResult,
     VisitRow,
 )
-from nanprobe.lanes.trace import LaneTrace, Place, Trace
 
 __all__ = [
     "apply_ignores",

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanprobe.formats import by_name
-from nanprobe.records import FirstBad, Remedy
 from nanprobe.lanes.stored import StoredTensor
+from nanprobe.records import FirstBad, Remedy
 
 __all__ = ["StoredFault", "stored_faults"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.formats import NumberFormat, by_dtype, by_name
-from nanprobe.records import Divergence, FirstBad, Remedy
 from nanprobe.lanes.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
+from nanprobe.records import Divergence, FirstBad, Remedy
 
 __all__ = ["LaneDiagnosis", "diagnose_lane"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nanprobe.numerics.stats import is_finite, measure
 from nanprobe.lanes.measures import bad_detail, health_of
 from nanprobe.lanes.trace import BackwardOrigin
+from nanprobe.numerics.stats import is_finite, measure
 
 __all__ = ["NodeWatch"]
 

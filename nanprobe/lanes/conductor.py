@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from nanprobe.numerics.stats import TensorStats
 from nanprobe.lanes.baton import LaneThread
+from nanprobe.numerics.stats import TensorStats
 
 __all__ = ["WINDOW", "Conductor", "Key", "Posted", "Request"]
 

@@ -16,7 +16,15 @@ from nanprobe.lanes.local import LocalTwin
 from nanprobe.lanes.measures import MeasureBuilder, bad_detail, health_of
 from nanprobe.lanes.memo import TensorMemo, version_of
 from nanprobe.lanes.trace import HEALTHY, BadDetail, Health, VisitFact
-from nanprobe.numerics.stats import Difference, TensorStats, difference, is_finite, measure, total_difference
+from nanprobe.numerics.stats import (
+    Difference,
+    TensorStats,
+    difference,
+    is_finite,
+    measure,
+    measure_against,
+    total_difference,
+)
 from nanprobe.numerics.tree import named_tensors, uninspected
 
 if TYPE_CHECKING:
@@ -44,6 +52,10 @@ class ForwardRecorder:
 
     def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A visit begins: note what it was called with, whether that is good, and get ready for its local error."""
+        with torch._C._DisableTorchDispatch():
+            self._enter(frame, args, kwargs)
+
+    def _enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         began = time.perf_counter()
         frame.inputs = [(name, t, version_of(t)) for name, t in named_tensors((args, kwargs))]
         frame.arguments = (args, kwargs)
@@ -76,18 +88,20 @@ class ForwardRecorder:
 
     def leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
         """A visit has ended: measure its outputs, meet the other lanes, compare, and record; return the outputs by path."""
+        with torch._C._DisableTorchDispatch():
+            return self._leave(frame, output, left)
+
+    def _leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
         lane = self._lane
         began = time.perf_counter()
         hidden = uninspected(output)
         if hidden is not None:
             self.uninspected[f"{frame.path} ({hidden})".strip()] = None
         tensors = dict(named_tensors(output))
-        stats = {path: self._measured(tensor) for path, tensor in tensors.items()}
-        keeps_inputs = frame.unchanged() or getattr(frame.module, "inplace", False)
-        posted = Posted(key=frame.key, tensors=tensors, stats=stats, inputs=frame.arguments if keeps_inputs else None)
         lane.measuring_seconds += time.perf_counter() - began
         counterpart = None if lane.is_reference else lane.meet(Request(frame.key, frame.chain()))
         began = time.perf_counter()
+        stats = self._measure(tensors, counterpart)
         builder = lane.measures[("forward", frame.path, frame.visit)] = MeasureBuilder()
         lane.order[("forward", frame.path, frame.visit)] = left
         lost = 0
@@ -108,8 +122,21 @@ class ForwardRecorder:
         self._record(frame, tensors, stats, counterpart, lost, left, builder)
         lane.measuring_seconds += time.perf_counter() - began
         if lane.is_reference:
-            lane.post(posted)
+            keeps_inputs = frame.unchanged() or getattr(frame.module, "inplace", False)
+            inputs = frame.arguments if keeps_inputs else None
+            lane.post(Posted(key=frame.key, tensors=tensors, stats=stats, inputs=inputs))
         return tensors
+
+    def _measure(self, tensors: Mapping[str, torch.Tensor], counterpart: Posted | None) -> dict[str, TensorStats]:
+        """Measure a visit's outputs; those with a counterpart are compared in the same pass."""
+        for path, tensor in tensors.items():
+            reference = counterpart.tensors.get(path) if counterpart is not None else None
+            if reference is not None and self._stats.get(tensor) is None:
+                stats, diff = measure_against(tensor, reference)
+                self._stats.put(stats, tensor)
+                if diff is not None:
+                    self._differences.put(diff, tensor, reference)
+        return {path: self._measured(tensor) for path, tensor in tensors.items()}
 
     def _measured(self, tensor: torch.Tensor) -> TensorStats:
         stats = self._stats.get(tensor)

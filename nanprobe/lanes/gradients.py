@@ -17,7 +17,7 @@ from nanprobe.lanes.conductor import Key, Posted, Request
 from nanprobe.lanes.measures import MeasureBuilder, bad_detail
 from nanprobe.lanes.memo import TensorMemo
 from nanprobe.lanes.trace import Place
-from nanprobe.numerics.stats import Difference, TensorStats, difference, measure
+from nanprobe.numerics.stats import Difference, TensorStats, measure, measure_against
 
 if TYPE_CHECKING:
     from nanprobe.lanes.lane import Lane
@@ -31,8 +31,7 @@ class GradientRecorder:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._unwatched: set[tuple[str, int]] = set()
-        self._stats: TensorMemo[TensorStats] = TensorMemo()
-        self._differences: TensorMemo[Difference] = TensorMemo()
+        self._memo: TensorMemo[tuple[TensorStats, Difference | None]] = TensorMemo()
 
     def watch(self, path: str, visit: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hook the outputs of a visit; remember the visit when it has none that takes a gradient."""
@@ -55,39 +54,40 @@ class GradientRecorder:
             self.watch(path, visit, tensors)
 
     def _arrived(self, path: str, visit: int, part: str, gradient: torch.Tensor) -> None:
+        with torch._C._DisableTorchDispatch():
+            self._record(path, visit, part, gradient)
+
+    def _record(self, path: str, visit: int, part: str, gradient: torch.Tensor) -> None:
         lane = self._lane
         scale = lane.settings.loss_scale
-        began = time.perf_counter()
         place: Place = ("backward", path, visit)
-        stats = self._stats.get(gradient)
-        if stats is None:
-            stats = measure(gradient)
-            self._stats.put(stats, gradient)
-        lane.order.setdefault(place, lane.tick())
-        builder = lane.measures.setdefault(place, MeasureBuilder(scale=scale))
-        lane.measuring_seconds += time.perf_counter() - began
         key: Key = ("backward", path, visit, part)
-        diff = None
-        if lane.is_reference:
-            lane.post(Posted(key=key, tensors={part: gradient}, stats={part: stats}))
-        else:
-            counterpart = lane.meet(Request(key))
-            began = time.perf_counter()
-            if counterpart is None:
-                builder.note = "no gradient arrived here in the reference"
-            else:
-                diff = self._difference(gradient, counterpart.tensors[part], scale)
-            lane.measuring_seconds += time.perf_counter() - began
+        lane.order.setdefault(place, lane.tick())
+        counterpart = None if lane.is_reference else lane.meet(Request(key))
+        began = time.perf_counter()
+        builder = lane.measures.setdefault(place, MeasureBuilder(scale=scale))
+        reference = counterpart.tensors[part] if counterpart is not None else None
+        stats, diff = self._measured(gradient, reference, scale)
+        if reference is None and not lane.is_reference:
+            builder.note = "no gradient arrived here in the reference"
         builder.add(part, gradient, stats, diff)
         if stats.bad and builder.detail is None:
             builder.detail = bad_detail(
                 part, gradient, batch_size=lane.settings.batch_size, batch_dim=lane.settings.batch_dim
             )
+        lane.measuring_seconds += time.perf_counter() - began
+        if lane.is_reference:
+            lane.post(Posted(key=key, tensors={part: gradient}, stats={part: stats}))
 
-    def _difference(self, gradient: torch.Tensor, reference: torch.Tensor, scale: float) -> Difference | None:
-        diff = self._differences.get(gradient, reference)
-        if diff is None:
-            diff = difference(gradient, reference, scale=scale)
-            if diff is not None:
-                self._differences.put(diff, gradient, reference)
-        return diff
+    def _measured(
+        self, gradient: torch.Tensor, reference: torch.Tensor | None, scale: float
+    ) -> tuple[TensorStats, Difference | None]:
+        """Measure a gradient and compare it, once for all visits whose outputs are the same tensor."""
+        pair = (gradient,) if reference is None else (gradient, reference)
+        found = self._memo.get(*pair)
+        if found is None:
+            found = (
+                (measure(gradient), None) if reference is None else measure_against(gradient, reference, scale=scale)
+            )
+            self._memo.put(found, *pair)
+        return found

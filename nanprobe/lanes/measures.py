@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from nanprobe.formats import NumberFormat
+from nanprobe.lanes.trace import BadDetail, Health
 from nanprobe.numerics.stats import Difference, TensorStats, format_of, mask_fill, total_difference
 from nanprobe.records import Measure, OutputMeasure
-from nanprobe.lanes.trace import BadDetail, Health
 
 __all__ = ["MeasureBuilder", "bad_detail", "health_of"]
 

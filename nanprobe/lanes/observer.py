@@ -27,13 +27,27 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 
 
 class Observer(TorchDispatchMode):
-    """The dispatch mode of one lane; active in its thread only, in forward, loss and backward."""
+    """The dispatch mode of one lane; active in its thread only, in forward and loss.
+
+    In backward it is active only where recomputed forward code may need it: after random draws were rounded, or with
+    modules kept in FP32.
+    """
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()
         self._lane = lane
         self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
         self._follow = lane.placement.active and lane.settings.mode == "cast"
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare every operation the detour by which a mode is hidden from the compiler; lanes run eagerly."""
+        return False
+
+    @property
+    def needed_in_backward(self) -> bool:
+        """Whether code recomputed in backward would run differently without this mode."""
+        return self._follow or self._lane.drawn > 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.lanes.lane_model import LaneModel
+from nanprobe.numerics.tree import map_tensors, named_tensors
 
 __all__ = ["Placement"]
 

@@ -75,11 +75,15 @@ def reference_flags() -> dict[str, Any]:
 
 
 class ProcessState:
-    """A snapshot of the process-wide state that can be put back and taken again."""
+    """A snapshot of the process-wide state that can be put back and taken again.
 
-    def __init__(self, random: RandomState, flags: dict[str, Any]) -> None:
+    ``everything`` says that Python's and NumPy's generators are swapped too, not PyTorch's alone.
+    """
+
+    def __init__(self, random: RandomState, flags: dict[str, Any], *, everything: bool = True) -> None:
         self.random = random
         self.flags = flags
+        self._everything = everything
 
     @classmethod
     def capture(cls) -> ProcessState:
@@ -95,5 +99,5 @@ class ProcessState:
 
     def save(self) -> None:
         """Take what is in force now into this state."""
-        self.random = RandomState.capture()
+        self.random = RandomState.capture() if self._everything else RandomState.capture_torch()
         self.flags = read_flags()

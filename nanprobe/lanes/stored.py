@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nanprobe.formats import by_name
-from nanprobe.numerics.stats import TensorStats, measure, plain_values
-from nanprobe.numerics.tree import named_tensors
 from nanprobe.lanes.measures import bad_detail
 from nanprobe.lanes.trace import BadDetail
+from nanprobe.numerics.stats import TensorStats, measure, plain_values
+from nanprobe.numerics.tree import named_tensors
 
 __all__ = ["StoredTensor", "survey"]
 

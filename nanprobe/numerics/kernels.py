@@ -1,57 +1,85 @@
-"""Compiled loops over plain arrays: every count and sum of a tensor in one pass, without torch.
+"""Compiled loops over plain arrays: every count and sum of a tensor, and its distance from another, without torch.
 
-Floating-point values are looked at as integers where that is exact and faster: the magnitude of an IEEE 754 number grows
-with its bits, so zero, subnormal, infinite and NaN are ranges of integers, and flipping the bits of negative numbers
-gives integers in the order of the values. Loops are kept as simple as the vectoriser needs; blocks of them stay in the
-first-level cache. Sums are taken in FP64, whose range holds every square of an FP32 number.
+Floating-point values are looked at as integers where that is exact and faster: the magnitude of an IEEE 754 number
+grows with its bits, so zero, subnormal, infinite and NaN are ranges of integers, and flipping the bits of negative
+numbers gives integers in the order of the values. Work goes block by block, so that a block stays in the first-level
+cache while several simple loops, each one that the compiler can vectorise, go over it; 16-bit formats are widened there,
+exactly.
+Sums are taken in FP64, whose range holds every square of an FP32 number.
 
-Compiled code is kept on disk beside this file, or in the user's cache where that is not writable; without either it is
-compiled anew in each process.
+Large arrays are split over a few threads, since the loops run without the interpreter's lock. Compiled code is kept on
+disk beside this file, or in the user's cache where that is not writable; without either it is compiled anew in each
+process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numba import float64, int32, int64, njit
+from numba import float32, float64, int32, int64, njit
 
-__all__ = ["Distance", "Summary", "compare", "summarise"]
+__all__ = ["BF16", "FP16", "WIDE", "Distance", "Summary", "compare", "summarise"]
+
+WIDE, FP16, BF16 = 0, 1, 2
+"""Kinds of array: float32 or float64 as it is, or the bits of a 16-bit format as int16."""
 
 _BLOCK = 8192
+_SHARE = 1 << 18
+"""Elements that a thread must get for the split to pay."""
+
 # Sums may be taken in any order, and a product may be fused with a sum; NaN and Inf keep their meaning.
 _REORDER = {"reassoc", "contract", "nsz"}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _compiled(function: _F) -> _F:
+    compiler: Any = njit
     options = {"nogil": True, "fastmath": _REORDER, "error_model": "numpy"}
     try:
-        return cast(_F, njit(cache=True, **options)(function))
+        return cast(_F, compiler(cache=True, **options)(function))
     except RuntimeError:  # no folder to keep compiled code in
-        return cast(_F, njit(**options)(function))
+        return cast(_F, compiler(**options)(function))
 
 
 class Summary(NamedTuple):
-    """Counts and extremes of an array; ``low`` and ``high`` are over finite elements, and (inf, -inf) without any."""
+    """Counts and extremes of an array; ``low`` and ``high`` are over finite elements, (inf, -inf) without any."""
 
-    nan: int
-    posinf: int
-    neginf: int
-    zero: int
-    subnormal: int
-    low: float
-    high: float
-    total: float
-    squares: float
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zero: int = 0
+    subnormal: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    squares: float = 0.0
+
+    def __or__(self, other: Summary) -> Summary:
+        """Return the summary of both arrays taken as one."""
+        return Summary(
+            self.nan + other.nan,
+            self.posinf + other.posinf,
+            self.neginf + other.neginf,
+            self.zero + other.zero,
+            self.subnormal + other.subnormal,
+            min(self.low, other.low),
+            max(self.high, other.high),
+            self.total + other.total,
+            self.squares + other.squares,
+        )
 
 
 class Distance(NamedTuple):
     """Squared 2-norms of the difference and of the reference; NaN or Inf when a non-finite element took part."""
 
-    error_squares: float
-    reference_squares: float
+    error_squares: float = 0.0
+    reference_squares: float = 0.0
 
 
 @_compiled
@@ -74,6 +102,13 @@ def _below32(bits: Any, limit: Any) -> Any:
 
 
 @_compiled
+def _decode32(key: Any) -> Any:
+    one = np.empty(1, np.int32)
+    one[0] = int32(key ^ int32(int32(key >> int32(31)) & int32(0x7FFFFFFF)))
+    return float64(one.view(np.float32)[0])
+
+
+@_compiled
 def _extremes64(bits: Any) -> Any:
     low, high = int64(9223372036854775807), int64(-9223372036854775808)
     for i in range(bits.shape[0]):
@@ -90,6 +125,13 @@ def _below64(bits: Any, limit: Any) -> Any:
     for i in range(bits.shape[0]):
         count += int64((bits[i] & int64(0x7FFFFFFFFFFFFFFF)) < limit)
     return count
+
+
+@_compiled
+def _decode64(key: Any) -> Any:
+    one = np.empty(1, np.int64)
+    one[0] = key ^ ((key >> int64(63)) & int64(0x7FFFFFFFFFFFFFFF))
+    return one.view(np.float64)[0]
 
 
 @_compiled
@@ -124,75 +166,7 @@ def _special(values: Any) -> Any:
 
 
 @_compiled
-def _summary32(values: Any, bits: Any, tiny: Any) -> Any:
-    nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
-    for start in range(0, values.shape[0], _BLOCK):
-        block = bits[start : start + _BLOCK]
-        first, last = _extremes32(block)
-        small = _below32(block, tiny)
-        if small:
-            zeros = _below32(block, int32(1))
-            zero += zeros
-            subnormal += small - zeros
-        numbers = values[start : start + _BLOCK]
-        if last >= int32(0x7F800000) or first <= int32(-2139095041):
-            n, p, m, lowest, highest, t, q = _special(numbers)
-            nan += n
-            posinf += p
-            neginf += m
-        else:
-            t, q = _sums(numbers)
-            lowest, highest = _decode32(first), _decode32(last)
-        low, high = min(low, lowest), max(high, highest)
-        total += t
-        squares += q
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares
-
-
-@_compiled
-def _decode32(key: Any) -> Any:
-    one = np.empty(1, np.int32)
-    one[0] = int32(key ^ int32(int32(key >> int32(31)) & int32(0x7FFFFFFF)))
-    return float64(one.view(np.float32)[0])
-
-
-@_compiled
-def _summary64(values: Any, bits: Any, tiny: Any) -> Any:
-    nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
-    for start in range(0, values.shape[0], _BLOCK):
-        block = bits[start : start + _BLOCK]
-        first, last = _extremes64(block)
-        small = _below64(block, tiny)
-        if small:
-            zeros = _below64(block, int64(1))
-            zero += zeros
-            subnormal += small - zeros
-        numbers = values[start : start + _BLOCK]
-        if last >= int64(0x7FF0000000000000) or first <= int64(-9218868437227405313):
-            n, p, m, lowest, highest, t, q = _special(numbers)
-            nan += n
-            posinf += p
-            neginf += m
-        else:
-            t, q = _sums(numbers)
-            lowest, highest = _decode64(first), _decode64(last)
-        low, high = min(low, lowest), max(high, highest)
-        total += t
-        squares += q
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares
-
-
-@_compiled
-def _decode64(key: Any) -> Any:
-    one = np.empty(1, np.int64)
-    one[0] = key ^ ((key >> int64(63)) & int64(0x7FFFFFFFFFFFFFFF))
-    return one.view(np.float64)[0]
-
-
-@_compiled
-def _distance(values: Any, reference: Any, factor: float) -> Any:
+def _apart(values: Any, reference: Any, factor: Any) -> Any:
     error, size = 0.0, 0.0
     for i in range(values.shape[0]):
         r = float64(reference[i])
@@ -202,18 +176,179 @@ def _distance(values: Any, reference: Any, factor: float) -> Any:
     return error, size
 
 
-def summarise(values: Any, tiny: float) -> Summary:
-    """Count and sum the elements of a contiguous one-dimensional float32 or float64 array.
+@_compiled
+def _widen_bf16(halves: Any, out: Any) -> None:
+    for i in range(halves.shape[0]):
+        out[i] = int32(int32(halves[i]) << int32(16))
 
-    ``tiny`` is the smallest normal value of the format the values came from: non-zero magnitudes below it are subnormal.
-    """
-    if values.dtype == np.float32:
+
+@_compiled
+def _widen_fp16(halves: Any, out: Any, floats: Any) -> None:
+    """Widen FP16 bits: shift into place and scale by 2**112, which normalises subnormals; Inf and NaN are put in after."""
+    largest = int32(0)
+    for i in range(halves.shape[0]):
+        magnitude = int32(int32(halves[i]) & int32(0x7FFF))
+        largest = max(largest, magnitude)
+        out[i] = int32(magnitude << int32(13))
+    for i in range(halves.shape[0]):
+        floats[i] = float32(floats[i] * float32(5.192296858534828e33))
+    if largest >= int32(0x7C00):
+        for i in range(halves.shape[0]):
+            magnitude = int32(int32(halves[i]) & int32(0x7FFF))
+            if magnitude >= int32(0x7C00):
+                out[i] = int32(int32(magnitude << int32(13)) | int32(0x7F800000))
+    for i in range(halves.shape[0]):
+        out[i] = int32(out[i] | int32(int32(halves[i]) & int32(-2147483648)))
+
+
+@_compiled
+def _block32(bits: Any, values: Any, tiny: Any) -> Any:
+    nan = posinf = neginf = zeros = subnormal = 0
+    first, last = _extremes32(bits)
+    small = _below32(bits, tiny)
+    if small:
+        zeros = int64(_below32(bits, int32(1)))
+        subnormal = small - zeros
+    if last >= int32(0x7F800000) or first <= int32(-2139095041):
+        nan, posinf, neginf, low, high, total, squares = _special(values)
+    else:
+        total, squares = _sums(values)
+        low, high = _decode32(first), _decode32(last)
+    return nan, posinf, neginf, zeros, subnormal, low, high, total, squares
+
+
+@_compiled
+def _block64(bits: Any, values: Any, tiny: Any) -> Any:
+    nan = posinf = neginf = zeros = subnormal = 0
+    first, last = _extremes64(bits)
+    small = _below64(bits, tiny)
+    if small:
+        zeros = int64(_below64(bits, int64(1)))
+        subnormal = small - zeros
+    if last >= int64(0x7FF0000000000000) or first <= int64(-9218868437227405313):
+        nan, posinf, neginf, low, high, total, squares = _special(values)
+    else:
+        total, squares = _sums(values)
+        low, high = _decode64(first), _decode64(last)
+    return nan, posinf, neginf, zeros, subnormal, low, high, total, squares
+
+
+@_compiled
+def _float32(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
+    nan = posinf = neginf = zero = subnormal = 0
+    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    for start in range(0, values.shape[0], _BLOCK):
+        numbers = values[start : start + _BLOCK]
+        if counting:
+            n, p, m, z, s, lowest, highest, t, q = _block32(bits[start : start + _BLOCK], numbers, tiny)
+            nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
+            low, high = min(low, lowest), max(high, highest)
+            total, squares = total + t, squares + q
+        if reference.shape[0]:
+            e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
+            error, size = error + e, size + r
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+
+
+@_compiled
+def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
+    nan = posinf = neginf = zero = subnormal = 0
+    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    for start in range(0, values.shape[0], _BLOCK):
+        numbers = values[start : start + _BLOCK]
+        if counting:
+            n, p, m, z, s, lowest, highest, t, q = _block64(bits[start : start + _BLOCK], numbers, tiny)
+            nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
+            low, high = min(low, lowest), max(high, highest)
+            total, squares = total + t, squares + q
+        if reference.shape[0]:
+            e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
+            error, size = error + e, size + r
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+
+
+@_compiled
+def _half(halves: Any, kind: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
+    nan = posinf = neginf = zero = subnormal = 0
+    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    buffer = np.empty(_BLOCK, np.int32)
+    floats = buffer.view(np.float32)
+    for start in range(0, halves.shape[0], _BLOCK):
+        block = halves[start : start + _BLOCK]
+        bits, numbers = buffer[: block.shape[0]], floats[: block.shape[0]]
+        if kind == 1:
+            _widen_fp16(block, bits, numbers)
+        else:
+            _widen_bf16(block, bits)
+        if counting:
+            n, p, m, z, s, lowest, highest, t, q = _block32(bits, numbers, tiny)
+            nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
+            low, high = min(low, lowest), max(high, highest)
+            total, squares = total + t, squares + q
+        if reference.shape[0]:
+            e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
+            error, size = error + e, size + r
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+
+
+@functools.cache
+def _workers() -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=_workers(), thread_name_prefix="nanprobe-measure")
+
+
+def _one(values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool) -> tuple[Any, ...]:
+    if kind != WIDE:
+        result = _half(values, kind, np.float32(tiny).view(np.int32), reference, factor, counting)
+    elif values.dtype == np.float32:
         limit = np.float32(tiny).view(np.int32)
-        return Summary(*_summary32(values, values.view(np.int32), limit))
-    limit = np.float64(tiny).view(np.int64)
-    return Summary(*_summary64(values, values.view(np.int64), limit))
+        result = _float32(values, values.view(np.int32), limit, reference, factor, counting)
+    else:
+        limit = np.float64(tiny).view(np.int64)
+        result = _float64(values, values.view(np.int64), limit, reference, factor, counting)
+    return cast("tuple[Any, ...]", result)
 
 
-def compare(values: Any, reference: Any, factor: float = 1.0) -> Distance:
-    """Compare ``values * factor`` with ``reference``: contiguous one-dimensional arrays of float32 or float64."""
-    return Distance(*_distance(values, reference, factor))
+def _run(
+    values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool
+) -> tuple[Summary, Distance]:
+    parts = min(_workers(), len(values) // _SHARE)
+    results: Iterable[tuple[Any, ...]]
+    if parts < 2:
+        results = [_one(values, kind, tiny, reference, factor, counting)]
+    else:
+        step = -(-len(values) // parts)
+        spans = [slice(start, start + step) for start in range(0, len(values), step)]
+        jobs = [_pool().submit(_one, values[span], kind, tiny, reference[span], factor, counting) for span in spans[1:]]
+        results = [_one(values[spans[0]], kind, tiny, reference[spans[0]], factor, counting)]
+        results += [job.result() for job in jobs]
+    summary, error, size = Summary(), 0.0, 0.0
+    for result in results:
+        summary = summary | Summary(*result[:9])
+        error, size = error + result[9], size + result[10]
+    return summary, Distance(error, size)
+
+
+_NOTHING = {np.dtype(np.float32): np.empty(0, np.float32), np.dtype(np.float64): np.empty(0, np.float64)}
+
+
+def summarise(
+    values: Any, tiny: float, *, kind: int = WIDE, reference: Any = None, factor: float = 1.0
+) -> tuple[Summary, Distance]:
+    """Count and sum the elements of a contiguous one-dimensional array, and compare it with ``reference`` if given.
+
+    ``values`` is float32 or float64 (``kind`` WIDE), or int16 holding the bits of FP16 or BF16 values. ``tiny`` is the
+    smallest normal value of the format that the values come from: non-zero magnitudes below it are subnormal.
+    ``reference`` is float32 or float64 of the same length; compared is ``values * factor`` with it.
+    """
+    other = _NOTHING[np.dtype(np.float32)] if reference is None else reference
+    return _run(values, kind, tiny, other, factor, True)
+
+
+def compare(values: Any, reference: Any, *, kind: int = WIDE, factor: float = 1.0) -> Distance:
+    """Compare ``values * factor`` with ``reference`` as :func:`summarise` does, without counting anything."""
+    return _run(values, kind, 1.0, reference, factor, False)[1]

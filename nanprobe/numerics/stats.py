@@ -1,23 +1,21 @@
 """Statistics of one tensor, and the distance of two, in wide arithmetic and one pass each.
 
-On the CPU, FP32 and FP64 tensors are read where they are; narrower ones are widened to FP32 a cache-sized chunk at a time,
-so that nothing of the tensor's size is allocated. Sums are kept in FP64. Non-finite elements are counted and left out of
-every other figure. On a GPU the same figures are reduced on the device, and the scalars of a tensor travel together, so
-that a measurement costs one synchronisation.
+On the CPU, compiled loops read FP32, FP64, FP16 and BF16 tensors where they are; other dtypes are widened first. Sums
+are kept in FP64. Non-finite elements are counted and left out of every other figure. On a GPU the same figures are
+reduced on the device, and the scalars of a tensor travel together, so that a measurement costs one synchronisation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nanprobe.formats import NumberFormat, by_dtype
+from nanprobe.formats import NumberFormat, by_dtype, by_name
 from nanprobe.numerics import kernels
 
 __all__ = [
@@ -28,13 +26,12 @@ __all__ = [
     "is_finite",
     "mask_fill",
     "measure",
+    "measure_against",
     "plain_values",
     "total_difference",
 ]
 
-_CHUNK = 1 << 17
-_WIDE_INTEGERS = (torch.int32, torch.int64)
-_local = threading.local()
+_HALF_KINDS = {torch.float16: kernels.FP16, torch.bfloat16: kernels.BF16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,26 +124,15 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1)
 
 
-def _scratch(length: int, name: str) -> torch.Tensor:
-    """Return a reused FP32 buffer on the CPU; each thread has its own."""
-    buffers: dict[str, torch.Tensor] = _local.__dict__.setdefault("buffers", {})
-    buffer = buffers.get(name)
-    if buffer is None:
-        buffer = buffers[name] = torch.empty(_CHUNK, dtype=torch.float32)
-    return buffer[:length]
-
-
-def _pieces(values: torch.Tensor, name: str) -> Iterator[Any]:
-    """Yield the values as float32 or float64 arrays: float tensors whole, others widened a chunk at a time."""
+def _array(values: torch.Tensor) -> tuple[Any, int]:
+    """Return (array, kind) as the kernels want it: shared memory where the dtype allows, else widened exactly."""
+    values = values.contiguous()
     if values.dtype in (torch.float32, torch.float64):
-        yield values.contiguous().numpy()
-        return
-    if values.dtype in (torch.int32, torch.int64):
-        yield values.to(torch.float64).numpy()
-        return
-    for start in range(0, values.numel(), _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        yield _scratch(chunk.numel(), name).copy_(chunk).numpy()
+        return values.numpy(), kernels.WIDE
+    if values.dtype in _HALF_KINDS:
+        return values.view(torch.int16).numpy(), _HALF_KINDS[values.dtype]
+    wide = torch.float64 if values.dtype in (torch.int32, torch.int64) else torch.float32
+    return values.to(wide).numpy(), kernels.WIDE
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -167,43 +153,57 @@ def measure(tensor: torch.Tensor) -> TensorStats:
 
     Subnormals are counted by the dtype of the tensor itself: non-zero magnitudes below its smallest normal value.
     """
-    fmt = format_of(tensor.dtype)
     values = plain_values(tensor)
-    shape = tuple(tensor.shape) if not tensor.is_nested else (tensor.size(0), -1)
-    tiny = fmt.smallest_normal if fmt else 0.0
-    parts = (
-        [kernels.summarise(piece, tiny) for piece in _pieces(values, "value")]
-        if values.device.type == "cpu"
-        else [_summarise_on_device(values, tiny)]
-    )
-    lows = [part.low for part in parts if part.low != math.inf]
-    highs = [part.high for part in parts if part.high != -math.inf]
+    tiny = _tiny(tensor.dtype)
+    if values.device.type != "cpu":
+        return _stats(tensor, values, _summarise_on_device(values, tiny))
+    array, kind = _array(values)
+    return _stats(tensor, values, kernels.summarise(array, tiny, kind=kind)[0])
+
+
+def measure_against(
+    tensor: torch.Tensor, reference: torch.Tensor, *, scale: float = 1.0
+) -> tuple[TensorStats, Difference | None]:
+    """Do :func:`measure` and :func:`difference` in one pass where that is possible."""
+    values, exact = plain_values(tensor), plain_values(reference)
+    on_cpu = values.device.type == "cpu" and exact.device.type == "cpu"
+    if not on_cpu or not _same_shape(tensor, reference) or exact.dtype not in (torch.float32, torch.float64):
+        return measure(tensor), difference(tensor, reference, scale=scale)
+    (array, kind), (other, _) = _array(values), _array(exact)
+    summary, distance = kernels.summarise(array, _tiny(tensor.dtype), kind=kind, reference=other, factor=1.0 / scale)
+    return _stats(tensor, values, summary), _judge(tensor, reference, values, exact, distance, scale)
+
+
+def _tiny(dtype: torch.dtype) -> float:
+    fmt = format_of(dtype)
+    return fmt.smallest_normal if fmt is not None else by_name("fp32").smallest_normal
+
+
+def _stats(tensor: torch.Tensor, values: torch.Tensor, summary: kernels.Summary) -> TensorStats:
     return TensorStats(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=shape,
+        shape=(tensor.size(0), -1) if tensor.is_nested else tuple(tensor.shape),
         elements=values.numel(),
-        floating=fmt is not None,
-        low=min(lows, default=None),
-        high=max(highs, default=None),
-        total=math.fsum(part.total for part in parts),
-        squares=math.fsum(part.squares for part in parts),
-        nan=sum(part.nan for part in parts),
-        posinf=sum(part.posinf for part in parts),
-        neginf=sum(part.neginf for part in parts),
-        zero=sum(part.zero for part in parts),
-        subnormal=sum(part.subnormal for part in parts),
+        floating=tensor.dtype.is_floating_point or tensor.dtype.is_complex,
+        low=summary.low if summary.low != math.inf else None,
+        high=summary.high if summary.high != -math.inf else None,
+        total=summary.total,
+        squares=summary.squares,
+        nan=summary.nan,
+        posinf=summary.posinf,
+        neginf=summary.neginf,
+        zero=summary.zero,
+        subnormal=summary.subnormal,
     )
 
 
 def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
     """Do what :func:`nanprobe.numerics.kernels.summarise` does on another device; the scalars travel together."""
     if values.numel() == 0:
-        return kernels.Summary(0, 0, 0, 0, 0, math.inf, -math.inf, 0.0, 0.0)
-    wide = values.to(
-        torch.float64 if values.dtype in _WIDE_INTEGERS or values.dtype is torch.float64 else torch.float32
-    )
+        return kernels.Summary()
+    integers = values.dtype in (torch.int32, torch.int64)
+    wide = values.to(torch.float64 if integers or values.dtype is torch.float64 else torch.float32)
     finite = torch.isfinite(wide)
-    magnitude = wide.abs()
     safe = torch.where(finite, wide, 0).to(torch.float64)
     counts = torch.stack(
         [
@@ -211,7 +211,7 @@ def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
             (wide == math.inf).sum(),
             (wide == -math.inf).sum(),
             (wide == 0).sum(),
-            ((magnitude < tiny) & (wide != 0)).sum(),
+            ((wide.abs() < tiny) & (wide != 0)).sum(),
         ]
     ).to(torch.float64)
     extremes = torch.stack(
@@ -230,31 +230,6 @@ def mask_fill(dtype: torch.dtype) -> float:
     """Return the value below which an element counts as a mask's fill in this dtype: half its most negative value."""
     fmt = format_of(dtype)
     return -math.inf if fmt is None else -0.5 * fmt.max
-
-
-def _paired(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    """Yield matching pieces of two tensors of the same length, widened."""
-    direct = (torch.float32, torch.float64)
-    if a.dtype in direct and b.dtype in direct:
-        yield a.contiguous().numpy(), b.contiguous().numpy()
-        return
-    for start in range(0, a.numel(), _CHUNK):
-        stop = start + _CHUNK
-        for x, y in zip(_pieces(a[start:stop], "value"), _pieces(b[start:stop], "reference"), strict=True):
-            yield x, y
-
-
-def _compare(x: Any, y: Any, factor: float, dtype: torch.dtype, reference: torch.dtype) -> Difference:
-    """Compare two arrays; only when non-finite values or a mask's fill take part is a second look needed."""
-    distance = kernels.compare(x, y, factor)
-    floor = mask_fill(reference)
-    masked = distance.reference_squares >= floor * floor
-    if math.isfinite(distance.error_squares) and math.isfinite(distance.reference_squares) and not masked:
-        return Difference(
-            error_squares=distance.error_squares, reference_squares=distance.reference_squares, compared=len(x)
-        )
-    left, right = torch.from_numpy(x).to(torch.float64) * factor, torch.from_numpy(y).to(torch.float64)
-    return _careful(left, right, mask_fill(dtype), floor)
 
 
 def _careful(value: torch.Tensor, reference: torch.Tensor, floor: float, reference_floor: float) -> Difference:
@@ -279,21 +254,46 @@ def difference(tensor: torch.Tensor, reference: torch.Tensor, *, scale: float = 
     are non-finite in either are left out. Where both hold the fill of a mask (at or below half the most negative value
     of their own dtype, the usual ``finfo(dtype).min``), the element counts as equal.
     """
-    if tensor.is_nested != reference.is_nested or (not tensor.is_nested and tensor.shape != reference.shape):
+    if not _same_shape(tensor, reference):
         return None
-    a, b = plain_values(tensor), plain_values(reference)
-    if a.numel() != b.numel():
+    values, exact = plain_values(tensor), plain_values(reference)
+    if values.numel() != exact.numel():
         return None
-    if a.dtype is torch.bool:
-        a = a.to(torch.uint8)
-    if b.dtype is torch.bool:
-        b = b.to(torch.uint8)
-    factor = 1.0 / scale
-    if a.device.type == "cpu":
-        parts = [_compare(x, y, factor, a.dtype, b.dtype) for x, y in _paired(a, b)]
+    if values.device.type != "cpu":
+        distance = kernels.Distance(math.nan, math.nan)
     else:
-        parts = [_careful(a.to(torch.float64) * factor, b.to(torch.float64), mask_fill(a.dtype), mask_fill(b.dtype))]
-    result = total_difference(parts)
+        (array, kind), (other, other_kind) = _array(values), _array(exact)
+        if other_kind != kernels.WIDE:
+            other = exact.to(torch.float32).numpy()
+        distance = kernels.compare(array, other, kind=kind, factor=1.0 / scale)
+    return _judge(tensor, reference, values, exact, distance, scale)
+
+
+def _same_shape(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
+    if tensor.is_nested or reference.is_nested:
+        return tensor.is_nested and reference.is_nested
+    return tensor.shape == reference.shape
+
+
+def _judge(
+    tensor: torch.Tensor,
+    reference: torch.Tensor,
+    values: torch.Tensor,
+    exact: torch.Tensor,
+    distance: kernels.Distance,
+    scale: float,
+) -> Difference:
+    """Turn a distance into a difference; only non-finite values or a mask's fill make a second look necessary."""
+    floor = mask_fill(exact.dtype)
+    plain = math.isfinite(distance.error_squares) and math.isfinite(distance.reference_squares)
+    if plain and not distance.reference_squares >= floor * floor:
+        return Difference(
+            error_squares=distance.error_squares,
+            reference_squares=distance.reference_squares,
+            compared=values.numel(),
+        )
+    wide = values.to(torch.float64) / scale
+    result = _careful(wide, exact.to(torch.float64), mask_fill(values.dtype), floor)
     if result.new_neginf and not tensor.is_nested and tensor.dim() > 0:
         result = dataclasses.replace(result, lost=_lost(tensor, reference))
     return result

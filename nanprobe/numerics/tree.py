@@ -22,7 +22,7 @@ _MAX_DEPTH = 24
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
     """Return the (name, child) pairs of a container, None for a value that is no container we can look into."""
-    if isinstance(value, torch.nn.Module) or isinstance(value, _PLAIN):
+    if isinstance(value, (torch.nn.Module, *_PLAIN)):
         return None
     if isinstance(value, Mapping):
         return [(str(key), child) for key, child in value.items()]
@@ -119,6 +119,4 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             object.__setattr__(result, name, child)
         return result
 
-    keep_alive = value
-    result = walk(keep_alive, 0)
-    return result
+    return walk(value, 0)

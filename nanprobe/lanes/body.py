@@ -1,0 +1,304 @@
+"""One lane from its first operation to its last: inputs, forward, loss, backward, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from nanprobe.errors import UsageError
+from nanprobe.lanes.baton import LaneThread
+from nanprobe.lanes.conductor import Conductor
+from nanprobe.lanes.frames import LaneSettings
+from nanprobe.lanes.lane import Lane, first_line
+from nanprobe.lanes.lane_model import LaneModel, copy_model
+from nanprobe.lanes.observer import Observer
+from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Raised
+from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
+from nanprobe.numerics.tree import map_tensors
+from nanprobe.records import Gradient
+
+__all__ = ["LaneRun"]
+
+
+class LaneRun:
+    """One lane's body: prepare inputs, forward, loss, backward, gradients."""
+
+    def __init__(self, spec: ReplaySpec, precision: str, conductor: Conductor | None, *, is_reference: bool) -> None:
+        self.spec = spec
+        self.precision = precision
+        self.is_reference = is_reference
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.loss: float | None = None
+        self.loss_found = False
+        self.backward_ran = False
+        self.backward_origin: BackwardOrigin | None = None
+        self.gradients: dict[str, Gradient] = {}
+        self.gradient_elements: dict[str, int] = {}
+        self.gradient_norm: float | None = None
+        self.gradient_rel_error: float | None = None
+        self.poisoned: tuple[str, ...] = ()
+        self.scale = 1.0 if is_reference else spec.loss_scales.get(precision, 1.0)
+        dtype = torch_dtype(precision)
+        self._autocast = spec.mode == "autocast" and not is_reference and dtype in HALF
+        self._cast_to = None if self._autocast else dtype
+        copied = self._copy(dtype)
+        copied.model.train(spec.train)
+        settings = LaneSettings(
+            precision=precision,
+            dtype=None if is_reference else dtype,
+            mode=spec.mode,
+            device=spec.device,
+            grad=spec.backward,
+            loss_scale=self.scale,
+            local_error=spec.local_error,
+            batch_size=spec.batch_size,
+            batch_dim=spec.batch_dim,
+        )
+        self.lane = Lane(settings, copied, conductor, is_reference=is_reference)
+        self.observer = Observer(self.lane)
+        self._dtype = dtype
+
+    def _copy(self, dtype: torch.dtype) -> LaneModel:
+        spec = self.spec
+        if dtype in HALF and spec.mode == "cast":
+            return copy_model(spec.model, dtype=dtype, keep_fp32=spec.keep_fp32, weights=spec.weights)
+        keep = () if self.is_reference else spec.keep_fp32
+        copied = copy_model(spec.model, keep_fp32=keep, weights=spec.weights)
+        if dtype is torch.float64:
+            copied.model.to(torch.float64)
+        elif any(t.dtype in HALF for t in (*copied.model.parameters(), *copied.model.buffers())):
+            copied.model._apply(lambda t: t.float() if t.dtype in HALF else t)
+        return copied
+
+    def _fit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the lane's own copy of one batch tensor, in the dtype that the lane's mode asks for."""
+        copy = tensor.detach().to(self.spec.device, copy=True)
+        if copy.is_floating_point():
+            if self._cast_to in (*HALF, torch.float64):
+                copy = copy.to(self._cast_to)
+            elif copy.dtype in HALF and not self._autocast:
+                copy = copy.float()
+        return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.set_grad_enabled(self.spec.backward))
+            yield
+
+    def _forward(self) -> torch.Tensor | None:
+        """Run the model and the loss on the lane's own copy of the batch; return the loss, None when there is none."""
+        spec, lane = self.spec, self.lane
+        batch = map_tensors(self._fit, spec.batch)
+        args, kwargs = self.call = spec.bind(lane.copied.model, batch)
+        lane.ops_outside = 0
+        autocast = (
+            torch.autocast(spec.device.type, dtype=self._dtype, cache_enabled=False)
+            if self._autocast
+            else contextlib.nullcontext()
+        )
+        with self.observer, autocast:
+            output = lane.copied.model(*args, **kwargs)
+            lane.phase = "loss"
+            loss = self._take_loss(output, batch)
+        self.call = ((), {})
+        return loss
+
+    def finds_loss(self) -> bool:
+        """Run forward alone, unobserved, and tell whether its output holds a loss."""
+        with self._context():
+            return self._forward() is not None
+
+    def largest_scale(self, scales: Iterable[float]) -> float | None:
+        """Run forward once, unobserved, and backward at each scale; return the first that leaves every gradient finite."""
+        with self._context():
+            loss = self._forward()
+            if loss is None or not loss.requires_grad:
+                return None
+            self.lane.phase = "backward"
+            for scale in scales:
+                with self._observed_if_needed():
+                    _backward(self._scaled(loss, scale), retain_graph=True)
+                gradients = [p.grad for p in self.lane.copied.model.parameters() if p.grad is not None]
+                fits = all(is_finite(gradient) for gradient in gradients)
+                for parameter in self.lane.copied.model.parameters():
+                    parameter.grad = None
+                if fits:
+                    return scale
+        return None
+
+    def find_backward_origin(self) -> BackwardOrigin | None:
+        """Run forward and backward alone and return the autograd node where a good gradient turned bad."""
+        with self._context():
+            loss = self._forward()
+            if loss is None or not loss.requires_grad:
+                return None
+            self.lane.phase = "backward"
+            scaled = self._scaled(loss, self.scale)
+            removers = self.lane.watch.watch(scaled)
+            try:
+                with self._observed_if_needed():
+                    _backward(scaled)
+            finally:
+                for remove in removers:
+                    remove()
+        return self.lane.watch.origin
+
+    def _observed_if_needed(self) -> contextlib.AbstractContextManager[Any]:
+        return self.observer if self.observer.needed_in_backward else contextlib.nullcontext()
+
+    @staticmethod
+    def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+        return loss.reshape(()).to(torch.float64 if loss.dtype is torch.float64 else torch.float32) * scale
+
+    def body(self) -> None:
+        """Run the lane from its first operation to its last; called inside the lane's thread."""
+        spec, lane = self.spec, self.lane
+        with self._context():
+            loss = self._forward()
+            if loss is not None:
+                self.loss = float(loss.detach())
+                lane.exchange("loss", {"loss": loss.detach()})
+                if spec.backward:
+                    self._backward(loss)
+        lane.phase = "end"
+        self.poisoned = self._poisoned_buffers()
+
+    def _take_loss(self, output: Any, batch: Any) -> torch.Tensor | None:
+        spec = self.spec
+        if spec.loss is None:
+            found = find_loss(output)
+            self.loss_found = found is not None
+            return found
+        loss = spec.loss(output, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"the loss function must return a scalar tensor, it returned {what}")
+        self.loss_found = True
+        return loss
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        lane = self.lane
+        if not loss.requires_grad:
+            lane.notes["the loss depends on no parameter that requires a gradient: no backward"] = None
+            return
+        lane.phase = "backward"
+        scaled = self._scaled(loss, self.scale)
+        with self._observed_if_needed():
+            _backward(scaled)
+        del scaled, loss
+        self.backward_ran = True
+        lane.phase = "gradients"
+        named = {
+            name: parameter.grad
+            for name, parameter in lane.copied.model.named_parameters()
+            if parameter.grad is not None
+        }
+        references = lane.exchange("gradients", named) or {}
+        if lane.is_reference:
+            references = {}
+        squares, finite = 0.0, True
+        diffs: list[Difference] = []
+        for name, gradient in named.items():
+            measured, part, diff = _gradient(gradient, references.get(name), self.scale)
+            self.gradients[name] = measured
+            self.gradient_elements[name] = gradient.numel()
+            squares += part
+            if diff is not None:
+                diffs.append(diff)
+            finite = finite and not (measured.nan or measured.posinf or measured.neginf)
+        self.gradient_norm = math.sqrt(squares) if finite else math.nan
+        self.gradient_rel_error = total_difference(diffs).rel_error
+        for parameter in lane.copied.model.parameters():
+            parameter.grad = None
+
+    def _poisoned_buffers(self) -> tuple[str, ...]:
+        before = dict(self.spec.model.named_buffers())
+        poisoned = []
+        for name, buffer in self.lane.copied.model.named_buffers():
+            if buffer.is_floating_point() and name in before and measure(buffer).bad and not measure(before[name]).bad:
+                poisoned.append(name)
+        return tuple(poisoned)
+
+    def gradients_went_bad(self) -> bool:
+        """Whether forward and loss were finite and some gradient is not."""
+        if not self.backward_ran or self.loss is None or not math.isfinite(self.loss):
+            return False
+        if any(g.nan or g.posinf or g.neginf for g in self.gradients.values()):
+            return True
+        return any(builder.is_bad for place, builder in self.lane.measures.items() if place[0] == "backward")
+
+    def trace(self, thread: LaneThread) -> LaneTrace:
+        """Return what the lane left behind, once it has ended."""
+        lane = self.lane
+        error = thread.error
+        raised = lane.raised
+        if error is not None and raised is None:
+            raised = Raised(text=first_line(error), module=None, visit=None, class_=None, phase=lane.phase)
+        root = lane.measures.get(("forward", "", 0))
+        measures = {place: builder.build() for place, builder in lane.measures.items()}
+        return LaneTrace(
+            precision=self.precision,
+            completed=error is None,
+            raised=raised if error is not None else None,
+            loss=self.loss,
+            loss_found=self.loss_found,
+            loss_scale=self.scale,
+            visits=tuple(lane.forward.facts),
+            measures=measures,
+            order=dict(lane.order),
+            gradients=self.gradients,
+            gradient_elements=self.gradient_elements,
+            gradient_norm=self.gradient_norm,
+            gradient_rel_error=self.gradient_rel_error,
+            backward_ran=self.backward_ran,
+            backward_origin=self.backward_origin,
+            poisoned_buffers=self.poisoned,
+            flips=tuple(lane.choices.flips),
+            uninspected=tuple(lane.forward.uninspected),
+            ops_outside_modules=lane.ops_outside,
+            drawn=lane.drawn,
+            dropout_differs=tuple(lane.forward.dropout_differs),
+            seconds=thread.seconds,
+            measuring_seconds=lane.measuring_seconds,
+            output_rel_error=measures[("forward", "", 0)].rel_error if root is not None else None,
+            notes=(*lane.copied.notes, *lane.notes),
+        )
+
+
+def _backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    backward: Any = loss.backward
+    backward(retain_graph=retain_graph)
+
+
+def _gradient(
+    gradient: torch.Tensor, reference: torch.Tensor | None, scale: float
+) -> tuple[Gradient, float, Difference | None]:
+    """Measure one parameter's gradient; also return its squared 2-norm after unscaling and its distance."""
+    stats, diff = (
+        measure_against(gradient, reference, scale=scale) if reference is not None else (measure(gradient), None)
+    )
+    flushed = 0
+    if stats.zero and reference is not None and reference.shape == gradient.shape and not gradient.is_sparse:
+        flushed = int(torch.count_nonzero((gradient.detach() == 0) & (reference.detach() != 0)))
+    squares = stats.squares / (scale * scale)
+    return (
+        Gradient(
+            norm=math.sqrt(squares) if stats.finite else None,
+            absmax=None if stats.absmax is None else stats.absmax / scale,
+            nan=stats.nan,
+            posinf=stats.posinf,
+            neginf=stats.neginf,
+            zero=stats.zero,
+            flushed=flushed,
+            rel_error=diff.rel_error if diff is not None else None,
+        ),
+        squares,
+        diff,
+    )
