@@ -284,9 +284,6 @@ def _gradient(
     stats, diff = (
         measure_against(gradient, reference, scale=scale) if reference is not None else (measure(gradient), None)
     )
-    flushed = 0
-    if stats.zero and reference is not None and reference.shape == gradient.shape and not gradient.is_sparse:
-        flushed = int(torch.count_nonzero((gradient.detach() == 0) & (reference.detach() != 0)))
     squares = stats.squares / (scale * scale)
     return (
         Gradient(
@@ -296,7 +293,7 @@ def _gradient(
             posinf=stats.posinf,
             neginf=stats.neginf,
             zero=stats.zero,
-            flushed=flushed,
+            flushed=diff.flushed if diff is not None else 0,
             rel_error=diff.rel_error if diff is not None else None,
         ),
         squares,

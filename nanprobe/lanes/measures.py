@@ -112,6 +112,8 @@ class MeasureBuilder:
 
     def build(self) -> Measure:
         """Return the measure: counts summed over tensors, extremes and errors over the floating ones, unscaled."""
+        if len(self.stats) == 1:
+            return self._single()
         floating = [entry for entry in self.stats if entry[1].floating] or self.stats
         if not floating:
             return Measure(dtype="", shape=(), elements=0, note=self.note or "no tensor in the output")
@@ -163,5 +165,32 @@ class MeasureBuilder:
             first_index=self.detail.index if self.detail else None,
             samples=self.detail.samples if self.detail else None,
             outputs=outputs,
+            note=self.note,
+        )
+
+    def _single(self) -> Measure:
+        """Build the measure of a visit with one tensor, by far the most common."""
+        _, stats, diff = self.stats[0]
+        unscale = 1.0 / self.scale
+        absmax, finite = stats.absmax, stats.finite
+        return Measure(
+            dtype=stats.dtype,
+            shape=stats.shape,
+            elements=stats.elements,
+            absmax=None if absmax is None else absmax * unscale,
+            min=None if stats.low is None else stats.low * unscale,
+            max=None if stats.high is None else stats.high * unscale,
+            mean=stats.total / finite * unscale if finite else None,
+            rms=math.sqrt(stats.squares / finite) * unscale if finite else None,
+            nan=stats.nan,
+            posinf=stats.posinf,
+            neginf=stats.neginf,
+            zero=stats.zero,
+            subnormal=stats.subnormal,
+            headroom_bits=math.log2(self.fmt.max / absmax) if self.fmt is not None and absmax else None,
+            rel_error=diff.rel_error if diff is not None and stats.floating else None,
+            local_error=total_difference(self.local).rel_error if self.local else None,
+            first_index=self.detail.index if self.detail else None,
+            samples=self.detail.samples if self.detail else None,
             note=self.note,
         )

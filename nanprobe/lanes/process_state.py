@@ -31,8 +31,10 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 @functools.cache
 def _flags() -> dict[str, Flag]:
-    """Return the flags that this PyTorch can read without a warning or an error, by the name used in the report."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    """Return the flags that this PyTorch can read without a warning or an error, by the name used in the report.
+
+    Those of CUDA only where there is a GPU: they are read at every switch of lanes.
+    """
     candidates: dict[str, Flag] = {
         "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "deterministic": (
@@ -43,10 +45,14 @@ def _flags() -> dict[str, Flag]:
             _set_deterministic,
         ),
         "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "cudnn_allow_tf32": _attribute(cudnn, "allow_tf32"),
-        "fp16_reduced_precision_reduction": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
-        "bf16_reduced_precision_reduction": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
     }
+    if torch.cuda.is_available():
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        candidates |= {
+            "cudnn_allow_tf32": _attribute(cudnn, "allow_tf32"),
+            "fp16_reduced_precision_reduction": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
+            "bf16_reduced_precision_reduction": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
+        }
     usable: dict[str, Flag] = {}
     for name, flag in candidates.items():
         try:

@@ -12,7 +12,7 @@ from torch import nn
 from nanprobe.formats import by_name
 from nanprobe.lanes.measures import bad_detail
 from nanprobe.lanes.trace import BadDetail
-from nanprobe.numerics.stats import TensorStats, measure, plain_values
+from nanprobe.numerics.stats import TensorStats, is_finite, measure, plain_values
 from nanprobe.numerics.tree import named_tensors
 
 __all__ = ["StoredTensor", "survey"]
@@ -54,7 +54,10 @@ def _stored(
     tensor: torch.Tensor,
     formats: tuple[str, ...],
     batch: tuple[int | None, int],
-) -> StoredTensor:
+) -> StoredTensor | None:
+    """Look at one tensor; None when it is finite and nothing is cast, so that there is nothing to say of it."""
+    if not formats and is_finite(tensor):
+        return None
     stats = measure(tensor)
     over: dict[str, tuple[int, tuple[int, ...]]] = {}
     rounded: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -98,13 +101,17 @@ def survey(
     batch_size: int | None = None,
     batch_dim: int = 0,
 ) -> Iterator[StoredTensor]:
-    """Yield what every floating tensor of the batch and the model holds; the batch first, then parameters and buffers.
+    """Yield what floating tensors of the batch and the model hold; the batch first, then parameters and buffers.
+
+    Finite tensors that nothing casts are left out.
 
     ``formats`` are those that everything is going to be cast to; tensors of modules under ``kept`` paths are not cast.
     """
     for path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
-            yield _stored("input", path, None, None, tensor, formats, (batch_size, batch_dim))
+            found = _stored("input", path, None, None, tensor, formats, (batch_size, batch_dim))
+            if found is not None:
+                yield found
     seen: set[int] = set()
     for kind in ("parameter", "buffer"):
         for module_path, module in model.named_modules():
@@ -118,4 +125,6 @@ def survey(
                 seen.add(id(member))
                 full = f"{module_path}.{name}" if module_path else name
                 cast = () if is_kept else formats
-                yield _stored(kind, full, module_path, type(module).__name__, member, cast, (None, 0))
+                found = _stored(kind, full, module_path, type(module).__name__, member, cast, (None, 0))
+                if found is not None:
+                    yield found

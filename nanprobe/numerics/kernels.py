@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -76,10 +76,14 @@ class Summary(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """Squared 2-norms of the difference and of the reference; NaN or Inf when a non-finite element took part."""
+    """Squared 2-norms of the difference and of the reference; NaN or Inf when a non-finite element took part.
+
+    ``flushed`` counts elements that are zero where the reference is not; it is counted along with a summary only.
+    """
 
     error_squares: float = 0.0
     reference_squares: float = 0.0
+    flushed: int = 0
 
 
 @_compiled
@@ -177,6 +181,14 @@ def _apart(values: Any, reference: Any, factor: Any) -> Any:
 
 
 @_compiled
+def _flushed(values: Any, reference: Any) -> Any:
+    count = int64(0)
+    for i in range(values.shape[0]):
+        count += int64(values[i] == 0.0 and reference[i] != 0.0)
+    return count
+
+
+@_compiled
 def _widen_bf16(halves: Any, out: Any) -> None:
     for i in range(halves.shape[0]):
         out[i] = int32(int32(halves[i]) << int32(16))
@@ -236,7 +248,7 @@ def _block64(bits: Any, values: Any, tiny: Any) -> Any:
 @_compiled
 def _float32(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
     nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
     for start in range(0, values.shape[0], _BLOCK):
         numbers = values[start : start + _BLOCK]
         if counting:
@@ -244,16 +256,18 @@ def _float32(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, cou
             nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
             low, high = min(low, lowest), max(high, highest)
             total, squares = total + t, squares + q
+            if z and reference.shape[0]:
+                flushed += _flushed(numbers, reference[start : start + _BLOCK])
         if reference.shape[0]:
             e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
             error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
 
 
 @_compiled
 def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
     nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
     for start in range(0, values.shape[0], _BLOCK):
         numbers = values[start : start + _BLOCK]
         if counting:
@@ -261,16 +275,18 @@ def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, cou
             nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
             low, high = min(low, lowest), max(high, highest)
             total, squares = total + t, squares + q
+            if z and reference.shape[0]:
+                flushed += _flushed(numbers, reference[start : start + _BLOCK])
         if reference.shape[0]:
             e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
             error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
 
 
 @_compiled
 def _half(halves: Any, kind: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
     nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares, error, size = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0
+    low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
     buffer = np.empty(_BLOCK, np.int32)
     floats = buffer.view(np.float32)
     for start in range(0, halves.shape[0], _BLOCK):
@@ -285,10 +301,12 @@ def _half(halves: Any, kind: Any, tiny: Any, reference: Any, factor: Any, counti
             nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
             low, high = min(low, lowest), max(high, highest)
             total, squares = total + t, squares + q
+            if z and reference.shape[0]:
+                flushed += _flushed(numbers, reference[start : start + _BLOCK])
         if reference.shape[0]:
             e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
             error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
 
 
 @functools.cache
@@ -301,15 +319,20 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=_workers(), thread_name_prefix="nanprobe-measure")
 
 
+@functools.cache
+def _limits(tiny: float) -> tuple[Any, Any]:
+    """Return the bits of a magnitude as FP32 and as FP64."""
+    return np.float32(tiny).view(np.int32), np.float64(tiny).view(np.int64)
+
+
 def _one(values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool) -> tuple[Any, ...]:
+    limit32, limit64 = _limits(tiny)
     if kind != WIDE:
-        result = _half(values, kind, np.float32(tiny).view(np.int32), reference, factor, counting)
-    elif values.dtype == np.float32:
-        limit = np.float32(tiny).view(np.int32)
-        result = _float32(values, values.view(np.int32), limit, reference, factor, counting)
+        result = _half(values, kind, limit32, reference, factor, counting)
+    elif values.itemsize == 4:
+        result = _float32(values, values.view(np.int32), limit32, reference, factor, counting)
     else:
-        limit = np.float64(tiny).view(np.int64)
-        result = _float64(values, values.view(np.int64), limit, reference, factor, counting)
+        result = _float64(values, values.view(np.int64), limit64, reference, factor, counting)
     return cast("tuple[Any, ...]", result)
 
 
@@ -317,23 +340,22 @@ def _run(
     values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool
 ) -> tuple[Summary, Distance]:
     parts = min(_workers(), len(values) // _SHARE)
-    results: Iterable[tuple[Any, ...]]
     if parts < 2:
-        results = [_one(values, kind, tiny, reference, factor, counting)]
-    else:
-        step = -(-len(values) // parts)
-        spans = [slice(start, start + step) for start in range(0, len(values), step)]
-        jobs = [_pool().submit(_one, values[span], kind, tiny, reference[span], factor, counting) for span in spans[1:]]
-        results = [_one(values[spans[0]], kind, tiny, reference[spans[0]], factor, counting)]
-        results += [job.result() for job in jobs]
-    summary, error, size = Summary(), 0.0, 0.0
+        result = _one(values, kind, tiny, reference, factor, counting)
+        return Summary(*result[:9]), Distance(*result[9:])
+    step = -(-len(values) // parts)
+    spans = [slice(start, start + step) for start in range(0, len(values), step)]
+    jobs = [_pool().submit(_one, values[span], kind, tiny, reference[span], factor, counting) for span in spans[1:]]
+    results = [_one(values[spans[0]], kind, tiny, reference[spans[0]], factor, counting)]
+    results += [job.result() for job in jobs]
+    summary, distance = Summary(), Distance()
     for result in results:
         summary = summary | Summary(*result[:9])
-        error, size = error + result[9], size + result[10]
-    return summary, Distance(error, size)
+        distance = Distance(*(mine + other for mine, other in zip(distance, result[9:], strict=True)))
+    return summary, distance
 
 
-_NOTHING = {np.dtype(np.float32): np.empty(0, np.float32), np.dtype(np.float64): np.empty(0, np.float64)}
+_NOTHING = np.empty(0, np.float32)
 
 
 def summarise(
@@ -345,7 +367,7 @@ def summarise(
     smallest normal value of the format that the values come from: non-zero magnitudes below it are subnormal.
     ``reference`` is float32 or float64 of the same length; compared is ``values * factor`` with it.
     """
-    other = _NOTHING[np.dtype(np.float32)] if reference is None else reference
+    other = _NOTHING if reference is None else reference
     return _run(values, kind, tiny, other, factor, True)
 
 

@@ -7,11 +7,10 @@ reduced on the device, and the scalars of a tensor travel together, so that a me
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ __all__ = [
 _HALF_KINDS = {torch.float16: kernels.FP16, torch.bfloat16: kernels.BF16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStats:
+class TensorStats(NamedTuple):
     """Counts and extremes of one tensor; ``total`` and ``squares`` are sums over finite elements, in FP64."""
 
     dtype: str
@@ -70,12 +68,12 @@ class TensorStats:
         return self.nan + self.posinf + self.neginf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """Squared 2-norms of (value - reference) and of the reference, over elements finite in both.
 
     ``compared`` counts those elements. ``new_neginf`` counts elements that are -Inf here only, ``lost`` those among
-    them that are no harmless effect of a mask.
+    them that are no harmless effect of a mask. ``flushed`` counts elements that are zero here and not in the reference
+    (by :func:`measure_against` only).
     """
 
     error_squares: float
@@ -83,6 +81,7 @@ class Difference:
     compared: int
     new_neginf: int = 0
     lost: int = 0
+    flushed: int = 0
 
     @property
     def rel_error(self) -> float | None:
@@ -96,6 +95,7 @@ class Difference:
         return math.sqrt(self.error_squares / self.reference_squares)
 
 
+@functools.cache
 def format_of(dtype: torch.dtype) -> NumberFormat | None:
     """Return the number format of a floating dtype (of the parts, for a complex one), None for other dtypes."""
     if dtype.is_complex:
@@ -174,14 +174,20 @@ def measure_against(
     return _stats(tensor, values, summary), _judge(tensor, reference, values, exact, distance, scale)
 
 
+@functools.cache
 def _tiny(dtype: torch.dtype) -> float:
     fmt = format_of(dtype)
     return fmt.smallest_normal if fmt is not None else by_name("fp32").smallest_normal
 
 
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _stats(tensor: torch.Tensor, values: torch.Tensor, summary: kernels.Summary) -> TensorStats:
     return TensorStats(
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=_name(tensor.dtype),
         shape=(tensor.size(0), -1) if tensor.is_nested else tuple(tensor.shape),
         elements=values.numel(),
         floating=tensor.dtype.is_floating_point or tensor.dtype.is_complex,
@@ -226,6 +232,7 @@ def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
     return kernels.Summary(int(nan), int(posinf), int(neginf), int(zero), int(subnormal), low, high, total, squares)
 
 
+@functools.cache
 def mask_fill(dtype: torch.dtype) -> float:
     """Return the value below which an element counts as a mask's fill in this dtype: half its most negative value."""
     fmt = format_of(dtype)
@@ -291,11 +298,13 @@ def _judge(
             error_squares=distance.error_squares,
             reference_squares=distance.reference_squares,
             compared=values.numel(),
+            flushed=distance.flushed,
         )
     wide = values.to(torch.float64) / scale
     result = _careful(wide, exact.to(torch.float64), mask_fill(values.dtype), floor)
+    result = result._replace(flushed=distance.flushed)
     if result.new_neginf and not tensor.is_nested and tensor.dim() > 0:
-        result = dataclasses.replace(result, lost=_lost(tensor, reference))
+        result = result._replace(lost=_lost(tensor, reference))
     return result
 
 
@@ -308,6 +317,7 @@ def total_difference(parts: Iterable[Difference]) -> Difference:
         compared=sum(part.compared for part in parts),
         new_neginf=sum(part.new_neginf for part in parts),
         lost=sum(part.lost for part in parts),
+        flushed=sum(part.flushed for part in parts),
     )
 
 

@@ -42,6 +42,9 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
 
 def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for every tensor inside ``value``, each tensor object once, in order of appearance."""
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+        return
     seen: set[int] = set()
 
     def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
