@@ -1,7 +1,7 @@
 """nanprobe: where and why a mixed-precision training step goes bad.
 
-Everything here is loaded when it is first asked for, so that ``import nanprobe`` and the parts that read and render saved
-reports need no torch.
+Everything here is loaded when it is first asked for, so that ``import nanprobe`` and the parts that read and render
+saved reports need no torch.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ DEFAULT_LOSS_SCALE = 65536.0
 class Subject:
     """What is replayed, loaded: the model, the batch as saved, the loss, and what the report says of them.
 
-    ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random state
-    of the original step; ``timings`` are seconds already spent by stage.
+    ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random
+    state of the original step; ``timings`` are seconds already spent by stage.
     """
 
     model: nn.Module
@@ -78,7 +78,7 @@ def replay_command(
     started: float | None = None,
     import_seconds: float = 0.0,
 ) -> ReplayReport:
-    """Load what ``config`` names and replay it in ``precisions``; the report of ``replay`` and ``compare-precisions``."""
+    """Load what ``config`` names and replay it: the commands ``replay`` and ``compare-precisions``."""
     started = time.perf_counter() if started is None else started
     progress.stage("load")
     began = time.perf_counter()
@@ -324,8 +324,8 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
     told = list(notes)
     if autocast and settings.autocast_policy != policy:
         told.append(
-            f"autocast ran with PyTorch's {str(policy).upper()} operator lists, not the {settings.autocast_policy.upper()} "
-            "lists: a GPU runs some operations in another precision"
+            f"autocast ran with PyTorch's {str(policy).upper()} operator lists, not the "
+            f"{settings.autocast_policy.upper()} lists: a GPU runs some operations in another precision"
         )
     if autocast:
         told.append(

@@ -249,7 +249,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionResult:
-    """How one precision's lane ended. ``error`` is what it raised; ``loss_error`` is |loss - reference| / |reference|."""
+    """How one precision's lane ended: ``error`` is what it raised, ``loss_error`` |loss - reference| / |reference|."""
 
     completed: bool
     verdict: str

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def visit_rows(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[VisitRow, ...]:
-    """Return one row per place in execution order: the reference's order, with the others' own visits put in between."""
+    """Return one row per place in execution order: the reference's, with the others' own visits put in between."""
     lanes = (trace.reference, *trace.lanes.values())
     order = _merged_order(lanes)
     facts = {(f.module, f.visit): f for lane in reversed(lanes) for f in lane.visits}
@@ -275,7 +275,10 @@ def _quiet_warnings(lane: LaneTrace) -> list[Finding]:
             Finding(
                 rule="random-draws-differ",
                 severity="warning",
-                message=f"dropout masks differ from the reference's in {', '.join(lane.dropout_differs)}; errors after them mean little",
+                message=(
+                    f"dropout masks differ from the reference's in {', '.join(lane.dropout_differs)}; "
+                    "errors after them mean little"
+                ),
                 precision=lane.precision,
                 phase="forward",
                 module=lane.dropout_differs[0],

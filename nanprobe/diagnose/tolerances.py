@@ -24,7 +24,7 @@ BASE_MULTIPLE = 16.0
 _FREE_VISITS = 64
 """Number of visits over which the forward tolerance does not grow yet."""
 
-KINK_MULTIPLE = 4.0
+KINK_MULTIPLE = 8.0
 """Backward tolerance in multiples of the square root of u."""
 
 

@@ -55,9 +55,10 @@ class RandomState:
     @classmethod
     def capture_torch(cls) -> RandomState:
         """Return PyTorch's present state only: a fifth of the cost, for where nothing else can have been drawn from."""
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return cls(
             torch=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+            cuda=tuple(torch.cuda.get_rng_state_all()) if in_use else (),
         )
 
     def same_outside_torch(self, other: RandomState) -> bool:

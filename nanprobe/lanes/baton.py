@@ -2,8 +2,8 @@
 
 The conductor (the calling thread) hands the baton to a lane with :meth:`LaneThread.resume` and gets it back when the
 lane reaches a boundary, ends, or raises. Exactly one thread runs at any moment, so model code of different lanes never
-overlaps; what is per thread in PyTorch (grad mode, autocast, dispatch modes) is the lane's own, and what is process-wide
-travels with the baton (see :mod:`nanprobe.lanes.process_state`).
+overlaps; what is per thread in PyTorch (grad mode, autocast, dispatch modes) is the lane's own, and what is
+process-wide travels with the baton (see :mod:`nanprobe.lanes.process_state`).
 """
 
 from __future__ import annotations

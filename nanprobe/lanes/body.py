@@ -72,7 +72,8 @@ class LaneRun:
         if dtype is torch.float64:
             copied.model.to(torch.float64)
         elif any(t.dtype in HALF for t in (*copied.model.parameters(), *copied.model.buffers())):
-            copied.model._apply(lambda t: t.float() if t.dtype in HALF else t)
+            apply: Any = copied.model._apply
+            apply(lambda t: t.float() if t.dtype in HALF else t)
         return copied
 
     def _fit(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,7 @@ class LaneRun:
             return self._forward() is not None
 
     def largest_scale(self, scales: Iterable[float]) -> float | None:
-        """Run forward once, unobserved, and backward at each scale; return the first that leaves every gradient finite."""
+        """Run forward once, unobserved, and backward at each scale; return the first that keeps gradients finite."""
         with self._context():
             loss = self._forward()
             if loss is None or not loss.requires_grad:

@@ -33,7 +33,10 @@ _PHASES = ("forward", "loss", "backward", "gradients", "end")
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """What the reference holds at a boundary. ``inputs`` is (args, kwargs) of the visit, None once it may have changed."""
+    """What the reference holds at a boundary.
+
+    ``inputs`` is (args, kwargs) of the visit, None once they may have changed.
+    """
 
     key: Key
     tensors: dict[str, torch.Tensor]
@@ -115,9 +118,8 @@ class Conductor:
         for follower in sorted(alive, key=lambda follower: follower.met):
             if follower.request is None or self._resolve(follower):
                 follower.request = None
+                follower.asked_at = self._posted
                 follower.thread.resume()
-                if follower.request is not None:
-                    follower.asked_at = self._posted
                 if follower.thread.finished:
                     self._forget(follower.thread.name)
                 return
@@ -126,7 +128,8 @@ class Conductor:
     def _resolve(self, follower: _Follower) -> bool:
         """Decide whether the follower can go on; its answer is the counterpart, or None when there is none."""
         request = follower.request
-        assert request is not None and self._reference is not None
+        assert request is not None
+        assert self._reference is not None
         posted = self._pending.get(request.key)
         name = follower.thread.name
         if posted is not None and name in posted.waiting:
@@ -167,9 +170,8 @@ class Conductor:
                 posted.freeze()
             else:
                 del self._pending[posted.key]
-        self._fresh = None
         self._reference.resume()
-        fresh = self._fresh
+        fresh, self._fresh = self._fresh, None
         if fresh is None:
             return
         self._posted += 1

@@ -20,6 +20,7 @@ from nanprobe.numerics.stats import (
     Difference,
     TensorStats,
     difference,
+    format_of,
     is_finite,
     measure,
     measure_against,
@@ -87,7 +88,7 @@ class ForwardRecorder:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
-        """A visit has ended: measure its outputs, meet the other lanes, compare, and record; return the outputs by path."""
+        """A visit has ended: meet the other lanes, measure, compare and record; return the outputs by path."""
         with torch._C._DisableTorchDispatch():
             return self._leave(frame, output, left)
 
@@ -169,12 +170,12 @@ class ForwardRecorder:
             if diff is None and not tensor.is_nested:
                 self._lane.choices.shape_differs(frame, tensor, reference)
         frame.output_error = total_difference(
-            d for path, d in diffs.items() if d is not None and stats[path].floating
+            _beyond_spacing(d, tensors[path]) for path, d in diffs.items() if d is not None and stats[path].floating
         ).rel_error
         return diffs
 
     def _compare_inputs(self, frame: Frame, counterpart: Posted) -> None:
-        """Compare what the visit was given with what the reference's was, and tell a mask's -Inf from one of its own."""
+        """Compare the inputs with the reference's, and tell a mask's -Inf among them from one the reference lacks."""
         if counterpart.inputs is None or not frame.unchanged():
             return
         references = dict(named_tensors(counterpart.inputs))
@@ -184,7 +185,7 @@ class ForwardRecorder:
             if reference is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
                 diff = self._difference(tensor, reference)
                 if diff is not None:
-                    diffs.append(diff)
+                    diffs.append(_beyond_spacing(diff, tensor))
         total = total_difference(diffs)
         frame.input_error = total.rel_error
         if frame.health.soft and total.lost:
@@ -295,6 +296,18 @@ class ForwardRecorder:
                 bad_output=bad_output,
             )
         )
+
+
+def _beyond_spacing(diff: Difference, tensor: torch.Tensor) -> Difference:
+    """Return a difference as the diagnosis judges it: none where the format's spacing near zero explains all of it.
+
+    Values of the size of the smallest subnormal have no correct digit and no weight either, unless something divides by
+    them; then it shows in what comes out there.
+    """
+    fmt = format_of(tensor.dtype)
+    if fmt is None or diff.error_squares > diff.compared * fmt.smallest_subnormal**2:
+        return diff
+    return diff._replace(error_squares=0.0)
 
 
 _DROPPED_APART = 0.01

@@ -1,7 +1,7 @@
 """Gradients at module boundaries, seen by tensor hooks on a visit's outputs.
 
-Unlike full backward hooks, tensor hooks see modules that return dicts and lists, forbid no later in-place operation, and
-do not change the order in which gradients add up.
+Unlike full backward hooks, tensor hooks see modules that return dicts and lists, forbid no later in-place operation,
+and do not change the order in which gradients add up.
 """
 
 from __future__ import annotations

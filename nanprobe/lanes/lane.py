@@ -1,8 +1,8 @@
 """One precision's run of the model's own code, observed at every module boundary.
 
-Module visits are seen through the slot that ``nn.Module.compile`` uses to replace a module's call. Unlike a forward hook
-it sees keyword inputs and exceptions, and leaves the conditions alone under which PyTorch takes a fused path. What is
-seen goes to three recorders: forward visits, gradients, and discrete choices.
+Module visits are seen through the slot that ``nn.Module.compile`` uses to replace a module's call. Unlike a forward
+hook it sees keyword inputs and exceptions, and leaves the conditions alone under which PyTorch takes a fused path. What
+is seen goes to three recorders: forward visits, gradients, and discrete choices.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Lane:
         return self._conductor.meet(self.settings.precision, request) if self._conductor is not None else None
 
     def exchange(self, phase: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Meet outside any module: hand over ``tensors`` (reference) or get the reference's (None when it has ended)."""
+        """Meet outside any module: the reference hands over ``tensors``, the others get them (None if it has ended)."""
         key: Key = (phase, "", 0, phase)
         if self.is_reference:
             self.post(Posted(key=key, tensors=tensors, stats={}))
@@ -192,7 +192,7 @@ class Lane:
         return counterpart.tensors if counterpart is not None else None
 
     def run_twin(self, frame: Frame, counterpart: Posted) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Run a leaf again on the reference's inputs; return its outputs by path, and the reason when there are none."""
+        """Run a leaf again on the reference's inputs; return its outputs by path, or the reason why there are none."""
         if frame.twin is None:
             return {}, None
         if counterpart.inputs is None:

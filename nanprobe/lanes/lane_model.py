@@ -51,7 +51,22 @@ def kept_paths(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _share(name: str, tensor: torch.Tensor, fresh: Mapping[str, torch.Tensor]) -> torch.Tensor:
+class _Fresh:
+    """The checkpoint's tensors by name, mapped when the first one is asked for."""
+
+    def __init__(self, weights: Weights | None) -> None:
+        self._weights = weights
+        self._mapped: Mapping[str, torch.Tensor] | None = None
+
+    def get(self, name: str) -> torch.Tensor | None:
+        if self._weights is None:
+            return None
+        if self._mapped is None:
+            self._mapped = self._weights()
+        return self._mapped.get(name)
+
+
+def _share(name: str, tensor: torch.Tensor, fresh: _Fresh) -> torch.Tensor:
     """Return a tensor with the values of ``tensor`` that can be written to without changing it.
 
     A copy-on-write clone where the storage allows it; for file-backed weights a mapping of their own from ``fresh``;
@@ -96,17 +111,17 @@ def copy_model(
 ) -> LaneModel:
     """Copy ``model`` for one lane; ``dtype`` converts it as ``model.to(dtype)`` does, None leaves it as it is.
 
-    Modules that match ``keep_fp32`` keep their original parameters and buffers. ``weights`` maps the state dict from its
-    file afresh; it is called at most once, for weights that live in a file mapping. Attributes that cannot be copied
-    are shared with the model and named in ``notes``.
+    Modules that match ``keep_fp32`` keep their original parameters and buffers. ``weights`` maps the state dict from
+    its file afresh; it is called at most once, for weights that live in a file mapping. Attributes that cannot be
+    copied are shared with the model and named in ``notes``.
     """
     kept = kept_paths(model, keep_fp32)
-    fresh: Mapping[str, torch.Tensor] = weights() if weights is not None else {}
+    fresh = _Fresh(weights)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter:
             memo[id(parameter)] = nn.Parameter(_share(name, parameter, fresh), requires_grad=parameter.requires_grad)
-    for name, buffer in model.named_buffers():
+    for buffer in model.buffers():
         if type(buffer) is torch.Tensor:
             memo[id(buffer)] = buffer.detach().clone()
     for module in model.modules():
@@ -131,7 +146,7 @@ def copy_model(
     return LaneModel(lane, kept, tuple(notes))
 
 
-def _restore_kept(model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: Mapping[str, torch.Tensor]) -> None:
+def _restore_kept(model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: _Fresh) -> None:
     originals = dict(model.named_modules())
     copies = dict(lane.named_modules())
     for path in kept:

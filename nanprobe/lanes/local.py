@@ -74,7 +74,8 @@ class LocalTwin:
             self._module._buffers.update(self._buffers)
         try:
             with torch.no_grad():
-                output = self._module._call_impl(*args, **kwargs)
+                call: Any = self._module._call_impl
+                output = call(*args, **kwargs)
         except Exception as error:  # the model's own code may refuse inputs it has never been given
             return {}, f"local error unknown: {type(error).__name__}"
         finally:

@@ -21,7 +21,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class TensorMemo(Generic[V]):
-    """A value by tensor identity (or by the identities of two), forgotten when one of them dies or is changed in place."""
+    """A value by the identity of a tensor, or of two; forgotten when one of them dies or is changed in place."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], tuple[int, ...], V]] = {}

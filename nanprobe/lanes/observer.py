@@ -26,7 +26,7 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 """Operations whose result is a choice: the name to report, and which of several results holds the indices."""
 
 
-class Observer(TorchDispatchMode):
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
     """The dispatch mode of one lane; active in its thread only, in forward and loss.
 
     In backward it is active only where recomputed forward code may need it: after random draws were rounded, or with
@@ -34,7 +34,7 @@ class Observer(TorchDispatchMode):
     """
 
     def __init__(self, lane: Lane) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self._lane = lane
         self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
         self._follow = lane.placement.active and lane.settings.mode == "cast"

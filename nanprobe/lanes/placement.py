@@ -1,7 +1,7 @@
 """Modules that stay in FP32 inside a low-precision lane.
 
-A kept module gets its floating inputs in FP32, runs with autocast off, and hands FP32 on. In cast mode the next
-low-precision module converts the tensors that come from a kept one, also through residual additions and other functional
+A kept module gets its floating inputs in FP32, runs with autocast off, and hands FP32 on. In cast mode the next low-
+precision module converts the tensors that come from a kept one, also through residual additions and other functional
 code; a ``.float()`` of the model's own is left alone. To tell them apart, tensors that come from a kept module are
 marked, and the mark is handed on by every operation that stays in FP32 (:func:`Placement.follow`).
 """

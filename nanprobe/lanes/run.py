@@ -43,7 +43,7 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     collecting = gc.get_threshold()
     try:
-        # Copying modules and recording visits makes many small objects and no garbage; collecting costs 4 % of a replay.
+        # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
         gc.set_threshold(max(collecting[0], _COLLECT_AFTER) if collecting[0] else 0, *collecting[1:])
         if spec.mode == "autocast":
             torch.backends.mha.set_fastpath_enabled(False)

@@ -109,7 +109,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def batch_size_of(batch: Any, dim: int) -> int | None:
-    """Return the length of dimension ``dim`` of the batch's tensors when most of them agree, None when none can be told."""
+    """Return the length that most of the batch's tensors have along ``dim``, None when none has that dimension."""
     sizes = [tensor.shape[dim] for _, tensor in named_tensors(batch) if tensor.dim() > dim]
     if not sizes:
         return None

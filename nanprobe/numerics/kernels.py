@@ -3,8 +3,8 @@
 Floating-point values are looked at as integers where that is exact and faster: the magnitude of an IEEE 754 number
 grows with its bits, so zero, subnormal, infinite and NaN are ranges of integers, and flipping the bits of negative
 numbers gives integers in the order of the values. Work goes block by block, so that a block stays in the first-level
-cache while several simple loops, each one that the compiler can vectorise, go over it; 16-bit formats are widened there,
-exactly.
+cache while several simple loops, each one that the compiler can vectorise, go over it; 16-bit formats are widened
+there, exactly.
 Sums are taken in FP64, whose range holds every square of an FP32 number.
 
 Large arrays are split over a few threads, since the loops run without the interpreter's lock. Compiled code is kept on
@@ -196,7 +196,7 @@ def _widen_bf16(halves: Any, out: Any) -> None:
 
 @_compiled
 def _widen_fp16(halves: Any, out: Any, floats: Any) -> None:
-    """Widen FP16 bits: shift into place and scale by 2**112, which normalises subnormals; Inf and NaN are put in after."""
+    """Widen FP16 bits: shift into place, scale by 2**112, which normalises subnormals, then put Inf and NaN in."""
     largest = int32(0)
     for i in range(halves.shape[0]):
         magnitude = int32(int32(halves[i]) & int32(0x7FFF))
