@@ -54,6 +54,8 @@ class GradientRecorder:
             self.watch(path, visit, tensors)
 
     def _arrived(self, path: str, visit: int, part: str, gradient: torch.Tensor) -> None:
+        if self._lane.phase != "backward":
+            return  # the model or the loss takes a derivative of its own, as a gradient penalty does
         with torch._C._DisableTorchDispatch():
             self._record(path, visit, part, gradient)
 
