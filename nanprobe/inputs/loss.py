@@ -58,6 +58,6 @@ def checked_loss(loss: Callable[[Any, Any], Any], name: str) -> Callable[[Any, A
             raise UsageError(f"{name} returned a tensor of shape {list(value.shape)}, expected a scalar")
         if not value.is_floating_point():
             raise UsageError(f"{name} returned a scalar of type {value.dtype}, expected a floating-point one")
-        return value.reshape(())
+        return value.reshape(()) if value.dim() else value
 
     return call
