@@ -52,7 +52,9 @@ def visit_rows(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Vi
                 continue
             diagnosis = diagnoses.get(lane.precision)
             state = diagnosis.states.get(place, "clean") if diagnosis is not None else _reference_state(measure)
-            precisions[lane.precision] = dataclasses.replace(measure, state=state)
+            precisions[lane.precision] = (
+                measure if state == measure.state else dataclasses.replace(measure, state=state)
+            )
         rows.append(
             VisitRow(
                 module=module,

@@ -20,6 +20,8 @@ from nanprobe.numerics.tree import named_tensors
 
 __all__ = ["LaneModel", "copy_model", "kept_paths"]
 
+_NO_TENSORS = (str, int, float, bool, type(None))
+
 Weights = Callable[[], Mapping[str, torch.Tensor]]
 
 
@@ -87,7 +89,7 @@ def _share(name: str, tensor: torch.Tensor, fresh: _Fresh) -> torch.Tensor:
 def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield tensors held in attributes that ``copy.deepcopy`` refuses: results of a graph, not leaves."""
     for name, value in module.__dict__.items():
-        if name in ("_parameters", "_buffers", "_modules"):
+        if name in ("_parameters", "_buffers", "_modules") or isinstance(value, _NO_TENSORS):
             continue
         for _, tensor in named_tensors(value):
             if not tensor.is_leaf:
