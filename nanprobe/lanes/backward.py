@@ -65,13 +65,25 @@ class NodeWatch:
     def _look(self, node: Any, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
         if self.origin is not None:
             return
-        for gradient in outgoing:
+        for number, gradient in enumerate(outgoing):
             if isinstance(gradient, torch.Tensor) and not is_finite(gradient):
-                if all(is_finite(g) for g in incoming if isinstance(g, torch.Tensor)):
-                    self._found(node, gradient)
+                given = [g for g in incoming if isinstance(g, torch.Tensor)]
+                if all(is_finite(g) for g in given):
+                    self._found(node, gradient, given, of_parameter=self._leads_to_leaf(node, number))
                 return
 
-    def _found(self, node: Any, gradient: torch.Tensor) -> None:
+    @staticmethod
+    def _leads_to_leaf(node: Any, number: int) -> bool:
+        """Whether a node's gradient number ``number`` goes to a leaf, through views and casts only, as a weight's does.
+
+        Its first dimension is then no batch.
+        """
+        following = node.next_functions[number][0] if number < len(node.next_functions) else None
+        while following is not None and len(following.next_functions) == 1:
+            following = following.next_functions[0][0]
+        return following is not None and following.name().endswith("AccumulateGrad")
+
+    def _found(self, node: Any, gradient: torch.Tensor, given: list[torch.Tensor], *, of_parameter: bool) -> None:
         place = self.visit_of(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
         self.origin = BackwardOrigin(
             module=place[0] if place else None,
@@ -79,5 +91,19 @@ class NodeWatch:
             class_=self.classes.get(place[0]) if place else None,
             node=node.name(),
             health=health_of([measure(gradient)]),
-            detail=bad_detail("", gradient, batch_size=self._batch_size, batch_dim=self._batch_dim),
+            detail=bad_detail(
+                "",
+                gradient,
+                batch_size=None if of_parameter else self._batch_size,
+                batch_dim=self._batch_dim,
+            ),
+            masked=_zero_where_bad(gradient, given),
         )
+
+
+def _zero_where_bad(gradient: torch.Tensor, given: list[torch.Tensor]) -> bool:
+    """Whether one gradient of the same shape came in, and is zero in every element where ``gradient`` is bad."""
+    alike = [g for g in given if g.shape == gradient.shape and g.layout is torch.strided]
+    if len(given) != 1 or not alike or gradient.layout is not torch.strided:
+        return False
+    return not bool((alike[0].detach()[~torch.isfinite(gradient.detach())] != 0).any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -123,16 +124,19 @@ class LaneRun:
             if loss is None or not loss.requires_grad:
                 return None
             self.lane.phase = "backward"
-            for scale in scales:
-                with self._observed_if_needed():
-                    _backward(self._scaled(loss, scale), retain_graph=True)
-                gradients = [p.grad for p in self.lane.copied.model.parameters() if p.grad is not None]
-                fits = all(is_finite(gradient) for gradient in gradients)
-                for parameter in self.lane.copied.model.parameters():
-                    parameter.grad = None
-                if fits:
-                    return scale
-        return None
+            return next((scale for scale in scales if self._fits(loss, scale)), None)
+
+    def _fits(self, loss: torch.Tensor, scale: float) -> bool:
+        """Run backward at a loss scale, keeping the graph, and tell whether every parameter's gradient is finite."""
+        parameters = list(self.lane.copied.model.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        with self._observed_if_needed():
+            _backward(self._scaled(loss, scale), retain_graph=True)
+        fits = all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
+        for parameter in parameters:
+            parameter.grad = None
+        return fits
 
     def find_backward_origin(self) -> BackwardOrigin | None:
         """Run forward and backward alone and return the autograd node where a good gradient turned bad."""
@@ -143,13 +147,17 @@ class LaneRun:
             self.lane.phase = "backward"
             scaled = self._scaled(loss, self.scale)
             removers = self.lane.watch.watch(scaled)
+            is_scaled = self.scale != 1.0
             try:
                 with self._observed_if_needed():
-                    _backward(scaled)
+                    _backward(scaled, retain_graph=is_scaled)
             finally:
                 for remove in removers:
                     remove()
-        return self.lane.watch.origin
+            origin = self.lane.watch.origin
+            if origin is None or not is_scaled:
+                return origin
+            return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0))
 
     def _observed_if_needed(self) -> contextlib.AbstractContextManager[Any]:
         return self.observer if self.observer.needed_in_backward else contextlib.nullcontext()

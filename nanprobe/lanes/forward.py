@@ -252,19 +252,20 @@ class ForwardRecorder:
         input_absmax: float | None,
     ) -> BadDetail | None:
         settings = self._lane.settings
-        for path, tensor in tensors:
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                detail = bad_detail(
-                    path,
-                    tensor,
-                    reference=references.get(path),
-                    batch_size=settings.batch_size,
-                    batch_dim=settings.batch_dim,
-                    input_absmax=input_absmax,
-                )
-                if detail is not None:
-                    return detail
-        return None
+        details = [
+            bad_detail(
+                path,
+                tensor,
+                reference=references.get(path),
+                batch_size=settings.batch_size,
+                batch_dim=settings.batch_dim,
+                input_absmax=input_absmax,
+            )
+            for path, tensor in tensors
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        ]
+        found = [detail for detail in details if detail is not None]
+        return _with_samples([d for d in found if not d.only_masked] or found)
 
     def _add_fact(
         self,
@@ -296,6 +297,19 @@ class ForwardRecorder:
                 bad_output=bad_output,
             )
         )
+
+
+def _with_samples(details: list[BadDetail]) -> BadDetail | None:
+    """Return the first tensor's detail with the bad samples of all; without any when one cannot be told apart."""
+    if len(details) < 2:
+        return details[0] if details else None
+    parts = {part.sample: part for detail in reversed(details) for part in detail.by_sample}
+    known = all(detail.by_sample for detail in details)
+    return dataclasses.replace(
+        details[0],
+        samples=tuple(sorted(parts)) if known else details[0].samples,
+        by_sample=tuple(parts[sample] for sample in sorted(parts)) if known else (),
+    )
 
 
 def _beyond_spacing(diff: Difference, tensor: torch.Tensor) -> Difference:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanprobe.formats import NumberFormat
-from nanprobe.lanes.trace import BadDetail, Health
+from nanprobe.lanes.trace import BadDetail, Health, SampleDetail
 from nanprobe.numerics.stats import Difference, TensorStats, format_of, mask_fill, total_difference
 from nanprobe.records import Measure, OutputMeasure
 
@@ -55,37 +55,71 @@ def bad_detail(
     if exact is not None:
         masked = masked & (torch.isneginf(exact) | (exact <= mask_fill(exact.dtype)))
     counted = bad & ~masked
-    bad = counted if bool(counted.any()) else bad
+    only_masked = not bool(counted.any())
+    bad = bad if only_masked else counted
     count = int(torch.count_nonzero(bad))
     if count == 0:
         return None
     first = int(torch.nonzero(bad.reshape(-1))[0])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), values.shape)) if values.dim() else ()
-    samples = None
-    if (
-        batch_size
-        and values.dim() > batch_dim
-        and values.shape[batch_dim] % batch_size == 0
-        and values.shape[batch_dim]
-    ):
-        per_sample = values.shape[batch_dim] // batch_size
-        rows = torch.nonzero(bad.movedim(batch_dim, 0).reshape(values.shape[batch_dim], -1).any(dim=1)).reshape(-1)
-        samples = tuple(sorted({int(row) // per_sample for row in rows}))
-    reference_absmax = None
+    reference_absmax, reference_bad = None, 0
     if exact is not None:
         there = exact[bad].to(torch.float64)
-        there = there[torch.isfinite(there)]
-        reference_absmax = float(there.abs().max()) if there.numel() else None
+        finite = there[torch.isfinite(there)]
+        reference_absmax = float(finite.abs().max()) if finite.numel() else None
+        reference_bad = there.numel() - finite.numel()
+    by_sample = None
+    if batch_size and values.dim() > batch_dim and values.shape[batch_dim]:
+        by_sample = _by_sample(bad, exact, batch_size, batch_dim)
     return BadDetail(
         path=path,
         dtype=str(tensor.dtype).removeprefix("torch."),
         count=count,
         elements=values.numel(),
-        index=index,
-        samples=samples,
+        index=_unravel(first, values.shape),
+        samples=tuple(part.sample for part in by_sample) if by_sample is not None else None,
         reference_absmax=reference_absmax,
+        reference_bad=reference_bad,
         input_absmax=input_absmax,
+        by_sample=by_sample or (),
+        only_masked=only_masked,
     )
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)) if len(shape) else ()
+
+
+def _by_sample(
+    bad: torch.Tensor, exact: torch.Tensor | None, batch_size: int, batch_dim: int
+) -> tuple[SampleDetail, ...] | None:
+    """Tell the samples apart; None when the batch dimension is no multiple of the batch size."""
+    rows = bad.shape[batch_dim]
+    if rows % batch_size:
+        return None
+    moved = bad.movedim(batch_dim, 0)
+    flat = moved.reshape(batch_size, -1)
+    counts = flat.sum(dim=1)
+    firsts = flat.to(torch.uint8).argmax(dim=1)
+    if exact is not None:
+        there = exact.movedim(batch_dim, 0).reshape(batch_size, -1).to(torch.float64)
+        finite = torch.isfinite(there)
+        largest = torch.where(flat & finite, there.abs(), -1.0).amax(dim=1).tolist()
+        too = (flat & ~finite).sum(dim=1).tolist()
+    parts = []
+    for sample in torch.nonzero(counts).reshape(-1).tolist():
+        index = list(_unravel(sample * flat.shape[1] + int(firsts[sample]), moved.shape))
+        index.insert(batch_dim, index.pop(0))
+        reference_absmax = largest[sample] if exact is not None and largest[sample] >= 0 else None
+        parts.append(
+            SampleDetail(
+                sample=sample,
+                count=int(counts[sample]),
+                index=tuple(index),
+                reference_absmax=reference_absmax,
+                reference_bad=too[sample] if exact is not None else 0,
+            )
+        )
+    return tuple(parts)
 
 
 @dataclass(slots=True)

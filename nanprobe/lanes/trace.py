@@ -20,6 +20,7 @@ __all__ = [
     "LaneTrace",
     "Place",
     "Raised",
+    "SampleDetail",
     "Trace",
     "VisitFact",
 ]
@@ -66,8 +67,24 @@ HEALTHY = Health()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDetail:
+    """The bad elements of one sample: how many, where the first is, and what the reference has in their place."""
+
+    sample: int
+    count: int
+    index: tuple[int, ...]
+    reference_absmax: float | None = None
+    reference_bad: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BadDetail:
-    """Where the bad elements of one tensor are, and what the reference has in their place."""
+    """Where the bad elements of one tensor are, and what the reference has in their place.
+
+    ``reference_bad`` counts those that are bad in the reference as well. ``by_sample`` tells the samples apart, those
+    of a visit's other tensors included; it is empty where no dimension can be tied to the batch. ``only_masked`` says
+    that there is nothing but -Inf that a mask may have put there.
+    """
 
     path: str
     dtype: str
@@ -76,7 +93,10 @@ class BadDetail:
     index: tuple[int, ...] | None
     samples: tuple[int, ...] | None
     reference_absmax: float | None = None
+    reference_bad: int = 0
     input_absmax: float | None = None
+    by_sample: tuple[SampleDetail, ...] = ()
+    only_masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +142,11 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardOrigin:
-    """The first autograd node whose incoming gradient was good and whose outgoing gradient was not."""
+    """The first autograd node whose incoming gradient was good and whose outgoing gradient was not.
+
+    ``masked`` says that the incoming gradient is zero wherever the outgoing one is bad. ``fits_unscaled`` tells whether
+    all gradients are finite at loss scale 1; None when the scale is 1 already.
+    """
 
     module: str | None
     visit: int | None
@@ -130,6 +154,8 @@ class BackwardOrigin:
     node: str
     health: Health
     detail: BadDetail | None
+    masked: bool = False
+    fits_unscaled: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
