@@ -34,7 +34,7 @@ from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.lanes.lane_model import Weights, kept_paths
 from nanprobe.lanes.process_state import read_flags
-from nanprobe.lanes.run import largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.run import has_compiled_parts, largest_loss_scale, output_holds_loss, replay_lanes
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import LaneTrace, Trace
@@ -331,6 +331,8 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
         )
+    if has_compiled_parts(spec.model):
+        told.append("compiled parts ran eagerly: compiled kernels keep FP32 where eager code rounds in between")
     for lane in (trace.reference, *trace.lanes.values()):
         told.extend(f"{lane.precision}: {note}" for note in lane.notes)
     scales = {name: lane.loss_scale for name, lane in trace.lanes.items()}

@@ -92,6 +92,10 @@ class LaneRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
+            if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
+                # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
+                jit: Any = torch.jit
+                stack.enter_context(jit.optimized_execution(False))
             yield
 
     def _forward(self) -> torch.Tensor | None:

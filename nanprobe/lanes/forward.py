@@ -234,7 +234,7 @@ class ForwardRecorder:
                 counterpart.tensors if counterpart is not None else {},
                 self._absmax([t for _, t, _ in frame.inputs]) if health.hard and frame.unchanged() else None,
             )
-            bad_output = builder.detail if health.hard else None
+            bad_output = builder.detail
         if frame.health.hard and frame.unchanged():
             given = counterpart.inputs if counterpart is not None else None
             references = dict(named_tensors(given)) if given is not None else {}

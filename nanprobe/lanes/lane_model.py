@@ -142,10 +142,27 @@ def copy_model(
                         f"{path}.{name}".lstrip(".") + f" ({type(value).__qualname__}) is shared between lanes"
                     )
         lane = copy.deepcopy(model, clean)
+    _own_scripted(model, lane, memo)
     if dtype is not None:
         lane.to(dtype)
         _restore_kept(model, lane, kept, fresh)
     return LaneModel(lane, kept, tuple(notes))
+
+
+def _own_scripted(model: nn.Module, lane: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Give scripted modules parameters of their own.
+
+    TorchScript copies parameters by itself, as results of the caller's, so that gradients would flow on into those.
+    """
+    copies: dict[str, nn.Module] = {}
+    for path, original in model.named_modules(remove_duplicate=False):
+        if isinstance(original, torch.jit.ScriptModule):
+            copies = copies or dict(lane.named_modules(remove_duplicate=False))
+            for name, parameter in original.named_parameters(recurse=False):
+                own = memo.get(id(parameter))
+                if not isinstance(own, nn.Parameter):
+                    own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                setattr(copies[path], name, own)
 
 
 def _restore_kept(model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: _Fresh) -> None:

@@ -7,8 +7,9 @@ lanes work on copies, and process-wide state is put back.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.trace import Trace
 
-__all__ = ["largest_loss_scale", "output_holds_loss", "replay_lanes"]
+__all__ = ["has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
 
 T = TypeVar("T")
 
@@ -37,18 +38,22 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     """Yield the caller's process-wide state, and put it back at the end.
 
     Fused attention and encoder paths are off meanwhile if autocast would turn them off: the reference must go the same
-    way as the lanes that run under autocast.
+    way as the lanes that run under autocast. Compiled parts run eagerly, since compiled code hides its modules.
     """
     outer = ProcessState.capture()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     collecting = gc.get_threshold()
+    stack = ExitStack()
     try:
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
         gc.set_threshold(max(collecting[0], _COLLECT_AFTER) if collecting[0] else 0, *collecting[1:])
         if spec.mode == "autocast":
             torch.backends.mha.set_fastpath_enabled(False)
         yield outer
     finally:
+        stack.close()
         gc.set_threshold(*collecting)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         outer.install()
@@ -177,6 +182,14 @@ def output_holds_loss(spec: ReplaySpec) -> bool:
 def largest_loss_scale(spec: ReplaySpec, precision: str, scales: Iterable[float]) -> float | None:
     """Return the first of ``scales`` at which every gradient of one lane is finite, None when there is none."""
     return _alone(spec, precision, lambda run: run.largest_scale(scales))
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the model or to a module in it."""
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _has_no_forward(module: nn.Module) -> bool:

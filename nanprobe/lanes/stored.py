@@ -24,8 +24,9 @@ class StoredTensor:
 
     ``kind`` is "input", "parameter" or "buffer"; ``name`` the batch field's path or the parameter's name; ``owner`` and
     ``class_`` are those of the module that holds it (None for a batch field). ``only_mask`` says that its finite values
-    are all zero, as in an additive mask. ``over`` counts, by format, finite elements that a cast turns into Inf;
-    ``rounded`` counts, by format, elements that a cast changes although all are integers (batch fields only).
+    are all zero, as in an additive mask. ``over`` tells, by format, the finite elements that a cast turns into Inf;
+    ``rounded`` tells, by format, those that a cast changes although all are integers (batch fields only).
+    ``owners`` are all modules that hold the tensor, when it is tied.
     """
 
     kind: str
@@ -35,15 +36,9 @@ class StoredTensor:
     stats: TensorStats
     detail: BadDetail | None
     only_mask: bool
-    over: dict[str, tuple[int, tuple[int, ...]]]
-    rounded: dict[str, tuple[int, tuple[int, ...]]]
-
-
-def _first(mask: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    count = int(torch.count_nonzero(mask))
-    flat = int(torch.nonzero(mask.reshape(-1))[0])
-    where = torch.unravel_index(torch.tensor(flat), mask.shape) if mask.dim() else ()
-    return count, tuple(int(i) for i in where)
+    over: dict[str, BadDetail]
+    rounded: dict[str, BadDetail]
+    owners: tuple[str, ...] = ()
 
 
 def _stored(
@@ -54,13 +49,20 @@ def _stored(
     tensor: torch.Tensor,
     formats: tuple[str, ...],
     batch: tuple[int | None, int],
+    owners: tuple[str, ...] = (),
 ) -> StoredTensor | None:
     """Look at one tensor; None when it is finite and nothing is cast, so that there is nothing to say of it."""
     if not formats and is_finite(tensor):
         return None
     stats = measure(tensor)
-    over: dict[str, tuple[int, tuple[int, ...]]] = {}
-    rounded: dict[str, tuple[int, tuple[int, ...]]] = {}
+    over: dict[str, BadDetail] = {}
+    rounded: dict[str, BadDetail] = {}
+
+    def told(changed: torch.Tensor) -> BadDetail | None:
+        """Describe the elements that a cast changes."""
+        marked = torch.where(changed, torch.nan, 0.0)
+        return bad_detail("", marked, batch_size=batch[0], batch_dim=batch[1])
+
     dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_complex()
     for wanted in formats:
         fmt = by_name(wanted)
@@ -68,12 +70,14 @@ def _stored(
             continue
         if stats.absmax >= fmt.overflow_threshold:
             values = tensor.detach()
-            over[wanted] = _first(torch.isfinite(values) & (values.abs() >= fmt.overflow_threshold))
+            detail = told(torch.isfinite(values) & (values.abs() >= fmt.overflow_threshold))
+            if detail is not None:
+                over[wanted] = detail
         elif kind == "input" and stats.absmax > fmt.integer_limit and _all_integers(tensor):
             values = tensor.detach()
-            changed = values != values.to(getattr(torch, str(fmt.dtype))).to(values.dtype)
-            if bool(changed.any()):
-                rounded[wanted] = _first(changed)
+            detail = told(values != values.to(getattr(torch, str(fmt.dtype))).to(values.dtype))
+            if detail is not None:
+                rounded[wanted] = detail
     return StoredTensor(
         kind=kind,
         name=name,
@@ -84,12 +88,23 @@ def _stored(
         only_mask=stats.finite == stats.zero and stats.neginf > 0,
         over=over,
         rounded=rounded,
+        owners=owners,
     )
 
 
 def _all_integers(tensor: torch.Tensor) -> bool:
     values = plain_values(tensor)
     return bool((values == values.round()).all())
+
+
+def _owners(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return, by the identity of each parameter and buffer, the paths of the modules that hold it."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for member in (*module._parameters.values(), *module._buffers.values()):
+            if member is not None:
+                found.setdefault(id(member), []).append(path)
+    return {identity: tuple(paths) for identity, paths in found.items()}
 
 
 def survey(
@@ -112,6 +127,7 @@ def survey(
             found = _stored("input", path, None, None, tensor, formats, (batch_size, batch_dim))
             if found is not None:
                 yield found
+    owners = _owners(model)
     seen: set[int] = set()
     for kind in ("parameter", "buffer"):
         for module_path, module in model.named_modules():
@@ -125,6 +141,7 @@ def survey(
                 seen.add(id(member))
                 full = f"{module_path}.{name}" if module_path else name
                 cast = () if is_kept else formats
-                found = _stored(kind, full, module_path, type(module).__name__, member, cast, (None, 0))
+                class_ = type(module).__name__
+                found = _stored(kind, full, module_path, class_, member, cast, (None, 0), owners[id(member)])
                 if found is not None:
                     yield found
