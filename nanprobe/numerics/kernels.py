@@ -3,35 +3,26 @@
 Floating-point values are looked at as integers where that is exact and faster: the magnitude of an IEEE 754 number
 grows with its bits, so zero, subnormal, infinite and NaN are ranges of integers, and flipping the bits of negative
 numbers gives integers in the order of the values. Work goes block by block, so that a block stays in the first-level
-cache while several simple loops, each one that the compiler can vectorise, go over it; 16-bit formats are widened
-there, exactly.
-Sums are taken in FP64, whose range holds every square of an FP32 number.
+cache while several simple loops, each one that the compiler can vectorise, go over it. Sums are taken in FP64, whose
+range holds every square of an FP32 number. One core reads as fast as memory delivers, so nothing is split over threads.
 
-Large arrays are split over a few threads, since the loops run without the interpreter's lock. Compiled code is kept on
-disk beside this file, or in the user's cache where that is not writable; without either it is compiled anew in each
-process.
+Compiled code is kept on disk beside this file, or in the user's cache where that is not writable; without either it is
+compiled anew in each process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numba import float32, float64, int32, int64, njit
+from numba import float64, int32, int64, njit
 
-__all__ = ["BF16", "FP16", "WIDE", "Distance", "Summary", "compare", "summarise"]
-
-WIDE, FP16, BF16 = 0, 1, 2
-"""Kinds of array: float32 or float64 as it is, or the bits of a 16-bit format as int16."""
+__all__ = ["Distance", "Summary", "compare", "summarise"]
 
 _BLOCK = 8192
-_SHARE = 1 << 18
-"""Elements that a thread must get for the split to pay."""
 
 # Sums may be taken in any order, and a product may be fused with a sum; NaN and Inf keep their meaning.
 _REORDER = {"reassoc", "contract", "nsz"}
@@ -189,31 +180,6 @@ def _flushed(values: Any, reference: Any) -> Any:
 
 
 @_compiled
-def _widen_bf16(halves: Any, out: Any) -> None:
-    for i in range(halves.shape[0]):
-        out[i] = int32(int32(halves[i]) << int32(16))
-
-
-@_compiled
-def _widen_fp16(halves: Any, out: Any, floats: Any) -> None:
-    """Widen FP16 bits: shift into place, scale by 2**112, which normalises subnormals, then put Inf and NaN in."""
-    largest = int32(0)
-    for i in range(halves.shape[0]):
-        magnitude = int32(int32(halves[i]) & int32(0x7FFF))
-        largest = max(largest, magnitude)
-        out[i] = int32(magnitude << int32(13))
-    for i in range(halves.shape[0]):
-        floats[i] = float32(floats[i] * float32(5.192296858534828e33))
-    if largest >= int32(0x7C00):
-        for i in range(halves.shape[0]):
-            magnitude = int32(int32(halves[i]) & int32(0x7FFF))
-            if magnitude >= int32(0x7C00):
-                out[i] = int32(int32(magnitude << int32(13)) | int32(0x7F800000))
-    for i in range(halves.shape[0]):
-        out[i] = int32(out[i] | int32(int32(halves[i]) & int32(-2147483648)))
-
-
-@_compiled
 def _block32(bits: Any, values: Any, tiny: Any) -> Any:
     nan = posinf = neginf = zeros = subnormal = 0
     first, last = _extremes32(bits)
@@ -283,94 +249,33 @@ def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, cou
     return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
 
 
-@_compiled
-def _half(halves: Any, kind: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
-    nan = posinf = neginf = zero = subnormal = 0
-    low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
-    buffer = np.empty(_BLOCK, np.int32)
-    floats = buffer.view(np.float32)
-    for start in range(0, halves.shape[0], _BLOCK):
-        block = halves[start : start + _BLOCK]
-        bits, numbers = buffer[: block.shape[0]], floats[: block.shape[0]]
-        if kind == 1:
-            _widen_fp16(block, bits, numbers)
-        else:
-            _widen_bf16(block, bits)
-        if counting:
-            n, p, m, z, s, lowest, highest, t, q = _block32(bits, numbers, tiny)
-            nan, posinf, neginf, zero, subnormal = nan + n, posinf + p, neginf + m, zero + z, subnormal + s
-            low, high = min(low, lowest), max(high, highest)
-            total, squares = total + t, squares + q
-            if z and reference.shape[0]:
-                flushed += _flushed(numbers, reference[start : start + _BLOCK])
-        if reference.shape[0]:
-            e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
-            error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
-
-
-@functools.cache
-def _workers() -> int:
-    return max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=_workers(), thread_name_prefix="nanprobe-measure")
-
-
 @functools.cache
 def _limits(tiny: float) -> tuple[Any, Any]:
     """Return the bits of a magnitude as FP32 and as FP64."""
     return np.float32(tiny).view(np.int32), np.float64(tiny).view(np.int64)
 
 
-def _one(values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool) -> tuple[Any, ...]:
+def _run(values: Any, tiny: float, reference: Any, factor: float, counting: bool) -> tuple[Summary, Distance]:
     limit32, limit64 = _limits(tiny)
-    if kind != WIDE:
-        result = _half(values, kind, limit32, reference, factor, counting)
-    elif values.itemsize == 4:
+    if values.itemsize == 4:
         result = _float32(values, values.view(np.int32), limit32, reference, factor, counting)
     else:
         result = _float64(values, values.view(np.int64), limit64, reference, factor, counting)
-    return cast("tuple[Any, ...]", result)
-
-
-def _run(
-    values: Any, kind: int, tiny: float, reference: Any, factor: float, counting: bool
-) -> tuple[Summary, Distance]:
-    parts = min(_workers(), len(values) // _SHARE)
-    if parts < 2:
-        result = _one(values, kind, tiny, reference, factor, counting)
-        return Summary(*result[:9]), Distance(*result[9:])
-    step = -(-len(values) // parts)
-    spans = [slice(start, start + step) for start in range(0, len(values), step)]
-    jobs = [_pool().submit(_one, values[span], kind, tiny, reference[span], factor, counting) for span in spans[1:]]
-    results = [_one(values[spans[0]], kind, tiny, reference[spans[0]], factor, counting)]
-    results += [job.result() for job in jobs]
-    summary, distance = Summary(), Distance()
-    for result in results:
-        summary = summary | Summary(*result[:9])
-        distance = Distance(*(mine + other for mine, other in zip(distance, result[9:], strict=True)))
-    return summary, distance
+    return Summary(*result[:9]), Distance(*result[9:])
 
 
 _NOTHING = np.empty(0, np.float32)
 
 
-def summarise(
-    values: Any, tiny: float, *, kind: int = WIDE, reference: Any = None, factor: float = 1.0
-) -> tuple[Summary, Distance]:
+def summarise(values: Any, tiny: float, *, reference: Any = None, factor: float = 1.0) -> tuple[Summary, Distance]:
     """Count and sum the elements of a contiguous one-dimensional array, and compare it with ``reference`` if given.
 
-    ``values`` is float32 or float64 (``kind`` WIDE), or int16 holding the bits of FP16 or BF16 values. ``tiny`` is the
-    smallest normal value of the format that the values come from: non-zero magnitudes below it are subnormal.
-    ``reference`` is float32 or float64 of the same length; compared is ``values * factor`` with it.
+    Both are float32 or float64 and of the same length; compared is ``values * factor``. ``tiny`` is the smallest normal
+    value of the format that the values come from: non-zero magnitudes below it are subnormal.
     """
-    other = _NOTHING if reference is None else reference
-    return _run(values, kind, tiny, other, factor, True)
+    return _run(values, tiny, _NOTHING if reference is None else reference, factor, True)
 
 
-def compare(values: Any, reference: Any, *, kind: int = WIDE, factor: float = 1.0) -> Distance:
+def compare(values: Any, reference: Any, *, factor: float = 1.0) -> Distance:
     """Compare ``values * factor`` with ``reference`` as :func:`summarise` does, without counting anything."""
-    return _run(values, kind, 1.0, reference, factor, False)[1]
+    return _run(values, 1.0, reference, factor, False)[1]

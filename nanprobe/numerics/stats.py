@@ -1,15 +1,17 @@
 """Statistics of one tensor, and the distance of two, in wide arithmetic and one pass each.
 
-On the CPU, compiled loops read FP32, FP64, FP16 and BF16 tensors where they are; other dtypes are widened first. Sums
-are kept in FP64. Non-finite elements are counted and left out of every other figure. On a GPU the same figures are
-reduced on the device, and the scalars of a tensor travel together, so that a measurement costs one synchronisation.
+On the CPU, compiled loops read FP32 and FP64 tensors where they are; FP16 and BF16 are widened a piece at a time that
+stays in the cache, other dtypes as a whole. Sums are kept in FP64. Non-finite elements are counted and left out of
+every other figure. On a GPU the same figures are reduced on the device, and the scalars of a tensor travel together,
+so that a measurement costs one synchronisation.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,10 @@ __all__ = [
     "total_difference",
 ]
 
-_HALF_KINDS = {torch.float16: kernels.FP16, torch.bfloat16: kernels.BF16}
+_DIRECT = (torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+_CHUNK = 1 << 17
+_local = threading.local()
 
 
 class TensorStats(NamedTuple):
@@ -124,15 +129,30 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1)
 
 
-def _array(values: torch.Tensor) -> tuple[Any, int]:
-    """Return (array, kind) as the kernels want it: shared memory where the dtype allows, else widened exactly."""
-    values = values.contiguous()
-    if values.dtype in (torch.float32, torch.float64):
-        return values.numpy(), kernels.WIDE
-    if values.dtype in _HALF_KINDS:
-        return values.view(torch.int16).numpy(), _HALF_KINDS[values.dtype]
-    wide = torch.float64 if values.dtype in (torch.int32, torch.int64) else torch.float32
-    return values.to(wide).numpy(), kernels.WIDE
+def _scratch(length: int) -> torch.Tensor:
+    """Return a reused FP32 buffer; each thread has its own."""
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None:
+        buffer = _local.buffer = torch.empty(_CHUNK, dtype=torch.float32)
+    piece: torch.Tensor = buffer[:length]
+    return piece
+
+
+def _array(values: torch.Tensor) -> Any:
+    """Return the values as an array of float32 or float64: shared memory where the dtype allows, else a wider copy."""
+    if values.dtype not in _DIRECT:
+        values = values.to(torch.float64 if values.dtype in (torch.int32, torch.int64) else torch.float32)
+    return values.contiguous().numpy()
+
+
+def _pieces(values: torch.Tensor) -> Iterator[tuple[Any, slice]]:
+    """Yield (array, where it lies): halves are widened a piece at a time that stays in the cache, others are whole."""
+    if values.dtype not in _HALF or values.numel() <= _CHUNK:
+        yield _array(values), slice(0, values.numel())
+        return
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        yield _scratch(chunk.numel()).copy_(chunk).numpy(), slice(start, start + chunk.numel())
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -157,8 +177,8 @@ def measure(tensor: torch.Tensor) -> TensorStats:
     tiny = _tiny(tensor.dtype)
     if values.device.type != "cpu":
         return _stats(tensor, values, _summarise_on_device(values, tiny))
-    array, kind = _array(values)
-    return _stats(tensor, values, kernels.summarise(array, tiny, kind=kind)[0])
+    parts = [kernels.summarise(array, tiny)[0] for array, _ in _pieces(values)]
+    return _stats(tensor, values, _joined(parts))
 
 
 def measure_against(
@@ -167,11 +187,24 @@ def measure_against(
     """Do :func:`measure` and :func:`difference` in one pass where that is possible."""
     values, exact = plain_values(tensor), plain_values(reference)
     on_cpu = values.device.type == "cpu" and exact.device.type == "cpu"
-    if not on_cpu or not _same_shape(tensor, reference) or exact.dtype not in (torch.float32, torch.float64):
+    if not on_cpu or not _same_shape(tensor, reference) or values.numel() != exact.numel():
         return measure(tensor), difference(tensor, reference, scale=scale)
-    (array, kind), (other, _) = _array(values), _array(exact)
-    summary, distance = kernels.summarise(array, _tiny(tensor.dtype), kind=kind, reference=other, factor=1.0 / scale)
+    tiny, other = _tiny(tensor.dtype), _array(exact)
+    parts = [
+        kernels.summarise(array, tiny, reference=other[where], factor=1.0 / scale) for array, where in _pieces(values)
+    ]
+    distance = kernels.Distance(*(sum(column) for column in zip(*(d for _, d in parts), strict=True)))
+    summary = _joined([part for part, _ in parts])
     return _stats(tensor, values, summary), _judge(tensor, reference, values, exact, distance, scale)
+
+
+def _joined(parts: list[kernels.Summary]) -> kernels.Summary:
+    if len(parts) == 1:
+        return parts[0]
+    summary = kernels.Summary()
+    for part in parts:
+        summary = summary | part
+    return summary
 
 
 @functools.cache
@@ -269,10 +302,9 @@ def difference(tensor: torch.Tensor, reference: torch.Tensor, *, scale: float = 
     if values.device.type != "cpu":
         distance = kernels.Distance(math.nan, math.nan)
     else:
-        (array, kind), (other, other_kind) = _array(values), _array(exact)
-        if other_kind != kernels.WIDE:
-            other = exact.to(torch.float32).numpy()
-        distance = kernels.compare(array, other, kind=kind, factor=1.0 / scale)
+        other = _array(exact)
+        parts = [kernels.compare(array, other[where], factor=1.0 / scale) for array, where in _pieces(values)]
+        distance = kernels.Distance(*(sum(column) for column in zip(*parts, strict=True)))
     return _judge(tensor, reference, values, exact, distance, scale)
 
 
