@@ -213,7 +213,10 @@ class FirstBad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm)."""
+    """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm).
+
+    ``parameter`` is the path of the batch field when that is rounded before anything runs.
+    """
 
     precision: str
     phase: str
@@ -226,6 +229,7 @@ class Divergence:
     local_error: float | None = None
     tolerance: float | None = None
     between: tuple[str | None, str | None] | None = None
+    parameter: str | None = None
     explanation: str = ""
 
 

@@ -1,0 +1,46 @@
+"""Gradients that became zero because the format has no smaller numbers, told from those that happen to cancel.
+
+A sum that cancels exactly gives a zero here and there in any precision. Only where a share of a gradient is gone did
+the format lose it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nanprobe.lanes.trace import LaneTrace
+from nanprobe.records import Finding, Gradient
+
+__all__ = ["FLUSHED_SHARE", "gradient_underflow", "without_cancellation"]
+
+FLUSHED_SHARE = 0.05
+"""Share of gradient elements flushed to zero above which it is reported."""
+
+
+def without_cancellation(gradient: Gradient, elements: int) -> Gradient:
+    """Return a parameter's gradient with ``flushed`` counted only if it is a share of the ``elements``."""
+    few = gradient.flushed < 2 or gradient.flushed <= FLUSHED_SHARE * elements
+    return dataclasses.replace(gradient, flushed=0) if gradient.flushed and few else gradient
+
+
+def gradient_underflow(lane: LaneTrace) -> Finding | None:
+    """Return the finding that a share of all gradient elements is zero where the reference's is not."""
+    elements = sum(lane.gradient_elements.values())
+    flushed = sum(gradient.flushed for gradient in lane.gradients.values())
+    share = flushed / elements if elements else 0.0
+    if share <= FLUSHED_SHARE:
+        return None
+    worst = max(lane.gradients.items(), key=lambda item: item[1].flushed)[0]
+    return Finding(
+        rule="gradient-underflow",
+        severity="warning",
+        message=(
+            f"{flushed:,} gradient elements that FP32 has are zero at loss scale {lane.loss_scale:g} "
+            f"({share:.1%} of the gradient elements); most in {worst}"
+        ),
+        precision=lane.precision,
+        phase="backward",
+        module=worst.rpartition(".")[0],
+        mechanism="gradient-underflow",
+        evidence={"flushed": flushed, "share": share, "parameter": worst, "loss_scale": lane.loss_scale},
+    )
