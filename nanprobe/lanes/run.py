@@ -45,6 +45,10 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     collecting = gc.get_threshold()
     stack = ExitStack()
     try:
+        # What the caller is in the middle of is not for lanes; this thread copies models, and runs some lanes itself.
+        stack.enter_context(torch.inference_mode(False))
+        for device in {"cpu", spec.device.type}:
+            stack.enter_context(torch.autocast(device, enabled=False))
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
