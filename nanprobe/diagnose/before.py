@@ -29,16 +29,17 @@ class StoredFault:
         """Whether it holds NaN or Inf, and not only rounded values."""
         return self.mechanism != "unrepresentable-constant"
 
-    def explains(self, origin: FirstBad) -> bool:
+    def explains(self, origin: FirstBad, *, given_inf: bool = False) -> bool:
         """Whether an origin is where this fault was first used: nothing of its own went wrong there.
 
-        A batch field is used by whatever takes the model's arguments and by the loss; a parameter or buffer by its
-        owner, or by the own code of a module around the owner.
+        A batch field is used by whatever takes the model's arguments and by the loss; ``given_inf`` says that the
+        origin failed on -Inf from there. A parameter or buffer is used by its owner, or by the own code of a module
+        around the owner.
         """
         if not self.is_bad:
             return False
         if self.tensor.kind == "input":
-            return origin.phase in ("input", "loss")
+            return origin.phase in ("input", "loss") or (given_inf and self.tensor.stats.neginf > 0)
         if origin.module is None or origin.phase not in ("forward", "backward"):
             return False
         inside = origin.module == "" or any(

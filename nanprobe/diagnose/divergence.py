@@ -21,12 +21,13 @@ def positions(lane: LaneTrace) -> dict[tuple[str, int], int]:
     return {(f.module, f.visit): position for position, f in enumerate(ordered)}
 
 
-def too_small_to_judge(lane: LaneTrace, place: Place) -> bool:
-    """Whether all values at a place are subnormal in the lane's format, so that few of their digits are right."""
-    measure = lane.measures[place]
-    fmt = by_dtype(measure.dtype)
+def too_small_to_judge(trace: Trace, lane: LaneTrace, place: Place) -> bool:
+    """Whether all values at a place, and the reference's, are subnormal in the lane's format: few digits are right."""
+    here, there = lane.measures[place], trace.reference.measures.get(place)
+    fmt = by_dtype(here.dtype)
     scale = lane.loss_scale if place[0] == "backward" else 1.0
-    return fmt is not None and (measure.absmax or 0.0) * scale < fmt.smallest_normal
+    size = max(here.absmax or 0.0, (there.absmax or 0.0) if there is not None else 0.0)
+    return fmt is not None and size * scale < fmt.smallest_normal
 
 
 def first_divergence(
@@ -48,7 +49,7 @@ def first_divergence(
     def bad_out(fact: VisitFact) -> bool:
         if fact.output_error is None or fact.output_error <= limit(fact):
             return False
-        return not too_small_to_judge(lane, _place(fact)) and not _small_beside_what_it_sums(
+        return not too_small_to_judge(trace, lane, _place(fact)) and not _small_beside_what_it_sums(
             trace, lane, fact, limit(fact)
         )
 
@@ -78,7 +79,7 @@ def first_divergence(
         own = local is not None and local > limit(fact)
         return divergence, flip_at is not None and flip_at <= origin.time and not own
     in_loss = _loss_divergence(trace, lane, tolerances, total) if stop is None else None
-    return in_loss or _backward_divergence(lane, tolerances, total), flip_at is not None
+    return in_loss or _backward_divergence(trace, lane, tolerances, total), flip_at is not None
 
 
 def _place(fact: VisitFact) -> Place:
@@ -169,7 +170,7 @@ def _loss_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, tota
     )
 
 
-def _backward_divergence(lane: LaneTrace, tolerances: Tolerances, total: int) -> Divergence | None:
+def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, total: int) -> Divergence | None:
     """Return the first gradient beyond its tolerance that later gradients do not recover from.
 
     A gradient that is tiny beside those around it (softmax over a single key, a bias before a normalisation) is mostly
@@ -182,7 +183,7 @@ def _backward_divergence(lane: LaneTrace, tolerances: Tolerances, total: int) ->
         if measure.nan or measure.posinf or measure.neginf:
             return None
         limit = tolerances.at("backward", place[1], total)
-        if measure.rel_error is not None and measure.rel_error > limit and not too_small_to_judge(lane, place):
+        if measure.rel_error is not None and measure.rel_error > limit and not too_small_to_judge(trace, lane, place):
             beyond.append(place)
     error = lane.gradient_rel_error
     if not beyond or error is None or error <= tolerances.at("backward", "", total):

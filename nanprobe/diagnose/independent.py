@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.formats import by_dtype
-from nanprobe.lanes.trace import BadDetail, Health, LaneTrace, VisitFact
+from nanprobe.lanes.trace import BadDetail, Health, LaneTrace, Trace, VisitFact
 
 __all__ = ["forward_origins", "of_samples"]
 
@@ -22,14 +22,42 @@ _Pattern = frozenset[tuple[int, bool]]
 """The visits at which a sample is bad: (number of the visit, whether in its outputs)."""
 
 
-def forward_origins(lane: LaneTrace) -> tuple[Origin, ...]:
-    """Return the origins of NaN and Inf in forward; those of -Inf only when nothing else explains a bad loss."""
+def forward_origins(trace: Trace, lane: LaneTrace) -> tuple[Origin, ...]:
+    """Return the origins of NaN and Inf in forward, and those of -Inf that something failed on.
+
+    -Inf is a fault only for what it leads to, because masks are full of it: a bad value, or a bad loss.
+    """
     hard = find_origins(lane.visits, lambda f: f.inputs.hard, lambda f: f.outputs.hard)
-    if hard or lane.loss is None or math.isfinite(lane.loss):
-        return _with_hidden(lane, hard) if hard else ()
-    return find_origins(
-        lane.visits, lambda f: f.inputs.hard or f.inputs.soft, lambda f: f.outputs.hard or f.outputs.soft
-    )[:1]
+    if hard:
+        led = (_led_to(trace, lane, origin) for origin in _with_hidden(lane, hard))
+        return tuple(sorted({_identity(origin): origin for origin in led}.values(), key=lambda origin: origin.time))
+    if lane.loss is None or math.isfinite(lane.loss):
+        return ()
+    return _soft_origins(lane.visits)[:1]
+
+
+def _soft_origins(facts: Iterable[VisitFact]) -> tuple[Origin, ...]:
+    return find_origins(facts, lambda f: f.inputs.hard or f.inputs.soft, lambda f: f.outputs.hard or f.outputs.soft)
+
+
+def _led_to(trace: Trace, lane: LaneTrace, origin: Origin) -> Origin:
+    """Return the last origin of -Inf before ``origin``, if a leaf was given it and failed on it; else ``origin``.
+
+    Where the reference holds the same -Inf, it can be to blame only if the reference fails on it as well.
+    """
+    fact = origin.fact
+    if fact is None or origin.own_code or not fact.inputs.soft or fact.bad_output is None:
+        return origin
+    if lane is not trace.reference and not fact.bad_output.reference_bad:
+        return origin
+    earlier = _soft_origins(f for f in lane.visits if f.entered < origin.time)
+    before = [o for o in earlier if o.time < origin.time]
+    if not before:
+        return origin
+    last = before[-1]
+    if last.fact is None:
+        return dataclasses.replace(origin, given_inf=True)
+    return last if last.seen is None else origin
 
 
 def of_samples(detail: BadDetail, samples: Sequence[int] | None) -> BadDetail:

@@ -58,7 +58,7 @@ def diagnose_lane(
     trace: Trace, lane: LaneTrace, tolerances: Tolerances, stored: Sequence[StoredFault] = ()
 ) -> LaneDiagnosis:
     """Find the faults and the divergence of ``lane``, which may be the trace's reference itself."""
-    forward = forward_origins(lane)
+    forward = forward_origins(trace, lane)
     is_reference = lane is trace.reference
     divergence, after_flip = (None, False) if is_reference else first_divergence(trace, lane, tolerances, forward)
     mine = [fault for fault in stored if fault.precision in (None, lane.precision)]
@@ -72,7 +72,7 @@ def diagnose_lane(
         fatal=fatal,
         divergence=divergence,
         after_flip=after_flip,
-        states=_states(lane, tolerances, forward),
+        states=_states(trace, lane, tolerances, forward),
     )
 
 
@@ -83,18 +83,26 @@ def _faults(
     origins = nonfinite_origins(trace, lane, forward)
     explains: dict[int, list[FirstBad]] = {number: [] for number in range(len(stored))}
     own: list[FirstBad] = []
-    for origin in origins:
-        number = next((n for n, fault in enumerate(stored) if fault.explains(origin)), None)
+    given = [origin.given_inf for origin in forward] + [False] * (len(origins) - len(forward))
+    for origin, given_inf in zip(origins, given, strict=True):
+        number = next((n for n, fault in enumerate(stored) if fault.explains(origin, given_inf=given_inf)), None)
         if number is None:
             own.append(origin)
         else:
             explains[number].append(origin)
+    reference_fatal = _is_fatal(trace, trace.reference)
     lives = [origin.absorbed_by is None for origin in own]
-    found: list[Traced] = []
-    for number, fault in enumerate(stored):
-        absorbed = all(origin.absorbed_by is not None for origin in explains[number])
-        reaches = fatal and not (absorbed and any(lives))
-        found.append(Traced(first_bad=fault.first_bad(lane.precision), fatal=reaches, stored=fault))
+    # What every precision holds does harm only if it does in the reference, unless there is nothing else to blame.
+    alive = [
+        any(origin.absorbed_by is None for origin in explains[number])
+        and (fault.precision is not None or reference_fatal)
+        for number, fault in enumerate(stored)
+    ]
+    somewhere = any(lives) or any(alive)
+    found = [
+        Traced(first_bad=fault.first_bad(lane.precision), fatal=fatal and (lives_on or not somewhere), stored=fault)
+        for fault, lives_on in zip(stored, alive, strict=True)
+    ]
     elsewhere = any(lives) or any(fault.fatal for fault in found)
     found += [
         Traced(first_bad=origin, fatal=fatal and (alive or not elsewhere))
@@ -103,10 +111,11 @@ def _faults(
     return tuple(found)
 
 
-def _is_fatal(trace: Trace, lane: LaneTrace, tolerances: Tolerances) -> bool:
+def _is_fatal(trace: Trace, lane: LaneTrace, tolerances: Tolerances | None = None) -> bool:
+    """Whether a lane ends with a bad loss, gradient or output; without ``tolerances``, with a non-finite one."""
     if ends_badly(lane) or bad_parameters(lane):
         return True
-    if lane is trace.reference:
+    if tolerances is None or lane is trace.reference:
         return False
     last = len(lane.visits)
     beyond = lane.output_rel_error is not None and lane.output_rel_error > tolerances.at("forward", "", last)
@@ -118,7 +127,7 @@ def _is_fatal(trace: Trace, lane: LaneTrace, tolerances: Tolerances) -> bool:
     )
 
 
-def _states(lane: LaneTrace, tolerances: Tolerances, hard: Sequence[Origin]) -> dict[Place, str]:
+def _states(trace: Trace, lane: LaneTrace, tolerances: Tolerances, hard: Sequence[Origin]) -> dict[Place, str]:
     position = positions(lane)
     culprits = {(o.fact.module, o.fact.visit) for o in hard if o.fact is not None}
     facts = {(f.module, f.visit): f for f in lane.visits}
@@ -138,7 +147,7 @@ def _states(lane: LaneTrace, tolerances: Tolerances, hard: Sequence[Origin]) -> 
             state = "propagated"
         if state == "clean" and measure.rel_error is not None:
             limit = tolerances.at(phase, module, position.get((module, visit), len(position)))
-            if measure.rel_error > limit and not too_small_to_judge(lane, place):
+            if measure.rel_error > limit and not too_small_to_judge(trace, lane, place):
                 state = "diverged"
         states[place] = state
     return states

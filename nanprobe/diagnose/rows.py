@@ -69,7 +69,7 @@ def gradient_rows(trace: Trace) -> tuple[GradientRow, ...]:
     for name, (owner, shape) in trace.parameters.items():
         elements = math.prod(shape)
         precisions = {
-            lane.precision: without_cancellation(lane.gradients[name], elements)
+            lane.precision: without_cancellation(lane.gradients[name], elements, lane.precision)
             for lane in lanes
             if name in lane.gradients
         }

@@ -1,13 +1,14 @@
 """Gradients that became zero because the format has no smaller numbers, told from those that happen to cancel.
 
-A sum that cancels exactly gives a zero here and there in any precision. Only where a share of a gradient is gone did
-the format lose it.
+A sum that cancels exactly gives a zero here and there in any precision, and so does a softmax that saturates. Only
+where the format's range is narrower than the reference's, and a share of a gradient is gone, did the format lose it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from nanprobe.formats import by_name
 from nanprobe.lanes.trace import LaneTrace
 from nanprobe.records import Finding, Gradient
 
@@ -17,10 +18,16 @@ FLUSHED_SHARE = 0.05
 """Share of gradient elements flushed to zero above which it is reported."""
 
 
-def without_cancellation(gradient: Gradient, elements: int) -> Gradient:
-    """Return a parameter's gradient with ``flushed`` counted only if it is a share of the ``elements``."""
+def _is_narrow(precision: str) -> bool:
+    """Whether a format has a narrower range than FP32, so that it can lose what FP32 keeps."""
+    return by_name(precision).exponent_bits < by_name("fp32").exponent_bits
+
+
+def without_cancellation(gradient: Gradient, elements: int, precision: str) -> Gradient:
+    """Return a parameter's gradient with ``flushed`` counted only if the format lost a share of the ``elements``."""
     few = gradient.flushed < 2 or gradient.flushed <= FLUSHED_SHARE * elements
-    return dataclasses.replace(gradient, flushed=0) if gradient.flushed and few else gradient
+    cancelled = gradient.flushed and (few or not _is_narrow(precision))
+    return dataclasses.replace(gradient, flushed=0) if cancelled else gradient
 
 
 def gradient_underflow(lane: LaneTrace) -> Finding | None:
@@ -28,7 +35,7 @@ def gradient_underflow(lane: LaneTrace) -> Finding | None:
     elements = sum(lane.gradient_elements.values())
     flushed = sum(gradient.flushed for gradient in lane.gradients.values())
     share = flushed / elements if elements else 0.0
-    if share <= FLUSHED_SHARE:
+    if share <= FLUSHED_SHARE or not _is_narrow(lane.precision):
         return None
     worst = max(lane.gradients.items(), key=lambda item: item[1].flushed)[0]
     return Finding(
