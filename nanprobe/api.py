@@ -28,6 +28,7 @@ def replay(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     call: str = "auto",
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     **settings: Any,
 ) -> Report:
@@ -47,7 +48,7 @@ def replay(
     >>> report.verdict
     'clean'
     """
-    return _run("replay", model, batch, (_name(dtype),), loss, call, local_error, progress, settings)
+    return _run("replay", model, batch, (_name(dtype),), loss, call, local_error, operations, progress, settings)
 
 
 def compare_precisions(
@@ -58,12 +59,13 @@ def compare_precisions(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     call: str = "auto",
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     **settings: Any,
 ) -> Report:
     """Replay ``batch`` through ``model`` in several precisions side by side; see :func:`replay`."""
     names = tuple(dict.fromkeys(_name(dtype) for dtype in dtypes))
-    return _run("compare-precisions", model, batch, names, loss, call, local_error, progress, settings)
+    return _run("compare-precisions", model, batch, names, loss, call, local_error, operations, progress, settings)
 
 
 def _run(
@@ -74,6 +76,7 @@ def _run(
     loss: Callable[[Any, Any], torch.Tensor] | None,
     call: str,
     local_error: bool,
+    operations: bool,
     progress: Progress,
     settings: Mapping[str, Any],
 ) -> Report:
@@ -95,6 +98,7 @@ def _run(
         command=command,
         precisions=precisions,
         local_error=local_error,
+        operations=operations,
         progress=progress,
     )
     return Report(record)

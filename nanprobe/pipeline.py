@@ -19,7 +19,8 @@ from nanprobe.checkpoints import content_digest
 from nanprobe.config import Config, Settings
 from nanprobe.diagnose.before import StoredFault, stored_faults
 from nanprobe.diagnose.findings import apply_ignores, findings
-from nanprobe.diagnose.lane import diagnose_lane
+from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
+from nanprobe.diagnose.operation import needs_earlier, places_to_trace, with_operations
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
@@ -36,10 +37,10 @@ from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.lanes.lane_model import Weights, kept_paths
 from nanprobe.lanes.process_state import read_flags
-from nanprobe.lanes.run import has_compiled_parts, largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.run import find_operations, has_compiled_parts, largest_loss_scale, output_holds_loss, replay_lanes
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
-from nanprobe.lanes.trace import LaneTrace, Trace
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Trace
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
@@ -78,6 +79,7 @@ def replay_command(
     command: str,
     precisions: tuple[str, ...],
     local_error: bool = True,
+    operations: bool = True,
     trust_pickle: bool = False,
     progress: Progress = SILENT,
     started: float | None = None,
@@ -95,6 +97,7 @@ def replay_command(
         command=command,
         precisions=precisions,
         local_error=local_error,
+        operations=operations,
         progress=progress,
         started=started,
     )
@@ -152,10 +155,11 @@ def run_replay(
     command: str,
     precisions: tuple[str, ...],
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     started: float | None = None,
 ) -> ReplayReport:
-    """Replay ``subject`` and diagnose it.
+    """Replay ``subject`` and diagnose it; with ``operations`` down to the single operation where one can be told.
 
     UsageError when the batch does not fit the model, IncompleteError when the reference raises for another reason, no
     memory is left, or nothing could be observed. The model, its gradients and all random state are left as they were.
@@ -204,12 +208,20 @@ def run_replay(
         name: diagnose_lane(trace, lane, Tolerances(precision=name, given=settings.tolerances), stored)
         for name, lane in ((reference, trace.reference), *trace.lanes.items())
     }
+    timings["diagnose"] = time.perf_counter() - began
+    if operations:
+        began = time.perf_counter()
+        lanes = {reference: trace.reference, **trace.lanes}
+        diagnoses = {
+            name: _to_operations(spec, name, diagnosis, lanes[name].backward_origin)
+            for name, diagnosis in diagnoses.items()
+        }
+        timings["trace"] = time.perf_counter() - began
     found = apply_ignores(findings(trace, diagnoses), settings.ignore)
     results = precision_results(trace, diagnoses, found)
     for lane in (trace.reference, *trace.lanes.values()):
         timings[f"lane {lane.precision}"] = lane.seconds - lane.measuring_seconds
     timings["compare"] = sum(lane.measuring_seconds for lane in (trace.reference, *trace.lanes.values()))
-    timings["diagnose"] = time.perf_counter() - began
     timings["total"] = time.perf_counter() - started
     report = ReplayReport(
         tool=Tool(version=__version__),
@@ -229,6 +241,17 @@ def run_replay(
         coverage=coverage(trace),
     )
     return replace(report, exit_code=verdict_exit_code(report))
+
+
+def _to_operations(
+    spec: ReplaySpec, name: str, diagnosis: LaneDiagnosis, backward: BackwardOrigin | None
+) -> LaneDiagnosis:
+    """Go down from the visits that a diagnosis names to the operations in them, by running the lane again."""
+    operations = find_operations(spec, name, places_to_trace(diagnosis))
+    earlier = None
+    if needs_earlier(diagnosis, operations):
+        earlier = find_operations(spec, name, [("", 0)]).get(("", 0))
+    return with_operations(diagnosis, operations, earlier=earlier, backward=backward)
 
 
 def _explained(failure: LaneFailure) -> NanprobeError:

@@ -23,9 +23,9 @@ from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
-from nanprobe.lanes.trace import Trace
+from nanprobe.lanes.trace import OperationFact, Trace
 
-__all__ = ["has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
+__all__ = ["find_operations", "has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
 
 T = TypeVar("T")
 
@@ -186,6 +186,24 @@ def output_holds_loss(spec: ReplaySpec) -> bool:
 def largest_loss_scale(spec: ReplaySpec, precision: str, scales: Iterable[float]) -> float | None:
     """Return the first of ``scales`` at which every gradient of one lane is finite, None when there is none."""
     return _alone(spec, precision, lambda run: run.largest_scale(scales))
+
+
+def find_operations(
+    spec: ReplaySpec, precision: str, places: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], OperationFact]:
+    """Run one lane alone and return the operation to blame at each of ``places``, where one could be found.
+
+    Nothing is found when the lane raises before its end: it is known from the replay that it does.
+    """
+    wanted = frozenset(places)
+    if not wanted:
+        return {}
+    try:
+        return _alone(replace(spec, backward=False), precision, lambda run: run.find_operations(wanted))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own; see above
+        return {}
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
