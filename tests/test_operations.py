@@ -115,6 +115,14 @@ def test_the_operation_is_named_with_its_mechanism(name: str) -> None:
     assert op in bad.explanation
 
 
+FAULTS["fill that the format cannot hold"] = (
+    additive_mask(lambda y: -1e9, whole_row=True),
+    "aten.mul",
+    "unrepresentable-constant",
+    True,
+)
+FAULTS["factor beyond the format"] = (lambda y: y * 1e6, "aten.mul", "overflow", True)
+
 HARMLESS: dict[str, Code] = {
     "causal mask": masked_attention(CAUSAL),
     "large negative fill that leaves every row something": additive_mask(lambda y: -1e9, whole_row=False),

@@ -161,7 +161,8 @@ def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:
     if fact.no_elements:
         return "empty-reduction"
     if fact.exact_absmax is not None and fmt is not None:
-        if fact.constant is not None and fact.constant >= fmt.overflow_threshold:
+        added = fact.op.removeprefix("aten.").rstrip("_") in ("add", "sub", "rsub") or fact.of_mask
+        if added and fact.constant is not None and fact.constant >= fmt.overflow_threshold:
             return "unrepresentable-constant"
         return "overflow"
     if not fact.exact_known:

@@ -133,6 +133,7 @@ def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.T
         operand_zero=any(s.zero for s in stats),
         operand_neginf=holds_neginf,
         masked_rows=_masked_rows(operands, bad) if holds_neginf and result.nan else 0,
+        of_mask=any(t.dim() > 0 and bool(((t == 0) | (t == 1)).all()) for t in operands),
         no_elements=any(t.numel() == 0 for t in operands),
         constant=_largest_constant((args, kwargs)),
     )

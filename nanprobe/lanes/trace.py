@@ -174,7 +174,8 @@ class OperationFact:
     overload. ``count`` of ``elements`` are non-finite in its result, which is of format ``dtype``. ``exact_absmax`` is
     the largest finite magnitude among what FP64 makes of the same operands in their place, None when that is non-finite
     too, or (``exact_known`` false) when it could not be evaluated. ``constant`` is the largest finite number among its
-    arguments. ``masked_rows`` counts rows of an operand that are -Inf throughout.
+    arguments. ``masked_rows`` counts rows of an operand that are -Inf throughout; ``of_mask`` says that one holds zeros
+    and ones only.
     """
 
     module: str | None
@@ -190,6 +191,7 @@ class OperationFact:
     operand_zero: bool
     operand_neginf: bool
     masked_rows: int
+    of_mask: bool
     no_elements: bool
     constant: float | None
 
