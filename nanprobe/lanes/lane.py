@@ -215,7 +215,8 @@ class Lane:
         dtypes = {path: tensor.dtype for path, tensor, _ in frame.inputs}
         self._in_twin = True
         try:
-            return frame.twin.run(counterpart.inputs, dtypes)
+            with self.placement.around(frame.path):
+                return frame.twin.run(counterpart.inputs, dtypes)
         finally:
             self._in_twin = False
 
