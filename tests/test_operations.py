@@ -121,6 +121,12 @@ FAULTS["fill that the format cannot hold"] = (
     "unrepresentable-constant",
     True,
 )
+FAULTS["nothing times an infinite fill"] = (
+    lambda y: y + (1 - torch.ones(1).to(y)) * float("-inf"),
+    "aten.mul",
+    "invalid-operation",
+    False,
+)
 FAULTS["factor beyond the format"] = (lambda y: y * 1e6, "aten.mul", "overflow", True)
 
 HARMLESS: dict[str, Code] = {

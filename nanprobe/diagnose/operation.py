@@ -46,7 +46,7 @@ def _diverging(diagnosis: LaneDiagnosis) -> tuple[str, int] | None:
 def needs_earlier(diagnosis: LaneDiagnosis, operations: Operations) -> bool:
     """Whether an operation failed on -Inf that is no row of a mask, so that what made the -Inf is to be looked for."""
     facts = (operations.get(place) for place in places_to_trace(diagnosis))
-    return any(fact is not None and fact.operand_neginf and not fact.masked_rows for fact in facts)
+    return any(fact is not None and fact.operand_inf and not fact.masked_rows for fact in facts)
 
 
 def _place(bad: FirstBad) -> tuple[str, int] | None:
@@ -73,7 +73,7 @@ def with_operations(
         fact = operations.get(place) if place is not None else None
         if fact is None:
             return bad
-        if fact.operand_neginf and not fact.masked_rows and earlier is not None:
+        if fact.operand_inf and not fact.masked_rows and earlier is not None:
             return _refined(_moved(bad, earlier), earlier)
         return _refined(bad, fact)
 
@@ -86,7 +86,7 @@ def _hidden_overflow(diagnosis: LaneDiagnosis, operations: Operations) -> Traced
     """Return the overflow that the code of a diverging visit made and turned finite again, None when there is none."""
     place, divergence = _diverging(diagnosis), diagnosis.divergence
     fact = operations.get(place) if place is not None else None
-    if fact is None or divergence is None or fact.exact_absmax is None or fact.operand_neginf:
+    if fact is None or divergence is None or fact.exact_absmax is None or fact.operand_inf:
         return None
     if any(_place(fault.first_bad) == place for fault in diagnosis.faults):
         return None
@@ -156,7 +156,7 @@ def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:
     fmt = by_dtype(fact.dtype)
     if fact.masked_rows:
         return "masked-row"
-    if fact.operand_neginf:
+    if fact.operand_inf:
         return "invalid-operation"
     if fact.no_elements:
         return "empty-reduction"

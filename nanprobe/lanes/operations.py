@@ -108,10 +108,11 @@ def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.T
     stats = [measure(t) for t in operands]
     if any(s.nan or s.posinf for s in stats):
         return None
-    holds_neginf = any(s.neginf for s in stats)
+    constants = _constants((args, kwargs))
+    holds_inf = any(s.neginf for s in stats) or any(math.isinf(number) for number in constants)
     result = measure(bad)
     hard = bool(result.nan or result.posinf)
-    if not hard and (holds_neginf or name.removeprefix("aten.").rstrip("_") in _PLACING):
+    if not hard and (holds_inf or name.removeprefix("aten.").rstrip("_") in _PLACING):
         return None
     exact = _exact(func, args, kwargs, bad)
     where = ~torch.isfinite(bad)
@@ -131,11 +132,11 @@ def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.T
         exact_absmax=beyond,
         exact_known=exact is not None,
         operand_zero=any(s.zero for s in stats),
-        operand_neginf=holds_neginf,
-        masked_rows=_masked_rows(operands, bad) if holds_neginf and result.nan else 0,
+        operand_inf=holds_inf,
+        masked_rows=_masked_rows(operands, bad) if holds_inf and result.nan else 0,
         of_mask=any(t.dim() > 0 and bool(((t == 0) | (t == 1)).all()) for t in operands),
         no_elements=any(t.numel() == 0 for t in operands),
-        constant=_largest_constant((args, kwargs)),
+        constant=max((number for number in constants if math.isfinite(number)), default=None),
     )
 
 
@@ -182,8 +183,8 @@ def _masked_rows(operands: list[torch.Tensor], bad: torch.Tensor) -> int:
     return 0
 
 
-def _largest_constant(value: Any) -> float | None:
-    """Return the largest magnitude among the operation's number arguments and operands without dimensions."""
+def _constants(value: Any) -> list[float]:
+    """Return the magnitudes of the operation's number arguments and of its operands without dimensions."""
     numbers: list[float] = []
 
     def walk(node: Any) -> None:
@@ -201,5 +202,4 @@ def _largest_constant(value: Any) -> float | None:
                 walk(child)
 
     walk(value)
-    finite = [number for number in numbers if math.isfinite(number)]
-    return max(finite, default=None)
+    return numbers

@@ -171,11 +171,12 @@ class OperationFact:
     """A dispatched operation that made something non-finite of operands without NaN and +Inf.
 
     ``module`` and ``visit`` are those of the innermost visit that ran it (None in a loss function). ``op`` has no
-    overload. ``count`` of ``elements`` are non-finite in its result, which is of format ``dtype``. ``exact_absmax`` is
-    the largest finite magnitude among what FP64 makes of the same operands in their place, None when that is non-finite
-    too, or (``exact_known`` false) when it could not be evaluated. ``constant`` is the largest finite number among its
-    arguments. ``masked_rows`` counts rows of an operand that are -Inf throughout; ``of_mask`` says that one holds zeros
-    and ones only.
+    overload. ``count`` of ``elements`` are non-finite in its result, which is of format ``dtype``. ``exact_absmax``
+    is the largest finite magnitude among what FP64 makes of the same operands in their place, None when that is
+    non-finite too, or (``exact_known`` false) when it could not be evaluated. ``operand_inf`` says that an operand
+    holds -Inf or that a number given is infinite. ``constant`` is the largest finite number among its arguments.
+    ``masked_rows`` counts rows of an operand that are -Inf throughout; ``of_mask`` says that one holds zeros and
+    ones only.
     """
 
     module: str | None
@@ -189,7 +190,7 @@ class OperationFact:
     exact_absmax: float | None
     exact_known: bool
     operand_zero: bool
-    operand_neginf: bool
+    operand_inf: bool
     masked_rows: int
     of_mask: bool
     no_elements: bool
