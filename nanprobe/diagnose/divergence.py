@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from nanprobe.diagnose.explain import explain_divergence
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.diagnose.tolerances import Tolerances
+from nanprobe.diagnose.underflow import is_lost
 from nanprobe.formats import by_dtype, by_name
 from nanprobe.lanes.trace import LaneTrace, Place, Trace, VisitFact
 from nanprobe.records import Divergence, Measure
@@ -189,6 +190,10 @@ def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, 
     if not beyond or error is None or error <= tolerances.at("backward", "", total):
         return None
     place = beyond[0]
+    lost = is_lost(trace, lane, place)
+    text = "The gradient that arrives at this module's output is the first that disagrees with the reference's."
+    if lost:
+        text += f" Most of it is below {lane.precision}'s normal range at loss scale {lane.loss_scale:g}."
     measure = lane.measures[place]
     fact = next((f for f in lane.visits if (f.module, f.visit) == place[1:]), None)
     return Divergence(
@@ -197,8 +202,8 @@ def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, 
         module=place[1],
         visit=place[2],
         class_=fact.class_ if fact is not None else None,
-        mechanism="divergence",
+        mechanism="gradient-underflow" if lost else "divergence",
         rel_error=measure.rel_error,
         tolerance=tolerances.at("backward", place[1], total),
-        explanation="The gradient that arrives at this module's output is the first that disagrees with FP32's.",
+        explanation=text,
     )

@@ -61,7 +61,7 @@ def explain_backward(
     text = f"Forward and loss are finite. The gradient turns bad in the backward {where} ({origin.node})."
     name = trace.reference.precision.upper()
     if mechanism == "masked-gradient":
-        text += " What arrives there is zero: forward masked this branch out, and 0 x Inf is NaN."
+        text += " What arrives there is zero, because forward masked or multiplied it away, and 0 x Inf is NaN."
     elif mechanism == "loss-scale-overflow":
         text += f" Without the loss scale of {lane.loss_scale:g} every gradient fits into {lane.precision}."
     elif origin.fits_unscaled is False:

@@ -36,10 +36,15 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
             elif fault.stored.precision is not None:
                 found.append(_stored_finding(fault))
         explained = any(fault.fatal for fault in diagnosis.faults)
-        if diagnosis.divergence is not None and not explained:
-            found.append(_divergence_finding(diagnosis.divergence, attributed=diagnosis.after_flip))
+        underflow = gradient_underflow(lane)
+        divergence = diagnosis.divergence
+        told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
+        if divergence is not None and not explained and not told:
+            found.append(_divergence_finding(divergence, after_flip=diagnosis.after_flip))
         found.extend(_flips(lane))
         found.extend(_quiet_warnings(lane))
+        if underflow is not None:
+            found.append(underflow)
     named = {_place(f.first_bad) for n in trace.lanes for f in diagnoses[n].faults if not f.first_bad.precision_related}
     for fault in diagnoses[reference].faults:
         if fault.stored is None and _place(fault.first_bad) not in named:
@@ -137,13 +142,15 @@ def _origin_finding(fault: Traced) -> Finding:
     )
 
 
-def _divergence_finding(divergence: Divergence, *, attributed: bool) -> Finding:
+def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
+    """Return the finding of a divergence; a flipped choice or gradients that underflow explain it, and only warn."""
     place = divergence.module if divergence.module is not None else "outside the model"
-    tail = "; a discrete choice had already differed before it" if attributed else ""
+    mechanism = "routing-flip" if after_flip else divergence.mechanism
+    tail = "; a discrete choice had already differed before it" if after_flip else ""
     tolerated = f", tolerance {divergence.tolerance:.3g}" if divergence.tolerance is not None else ""
     return Finding(
-        rule="divergence",
-        severity="warning" if attributed else "error",
+        rule="gradient-underflow" if mechanism == "gradient-underflow" else "divergence",
+        severity="error" if mechanism in ("divergence", "unrepresentable-constant") else "warning",
         message=(
             f"{divergence.phase} of {place or 'the model itself'}: relative error {divergence.rel_error:.3g}"
             f"{tolerated}{tail}"
@@ -151,7 +158,7 @@ def _divergence_finding(divergence: Divergence, *, attributed: bool) -> Finding:
         precision=divergence.precision,
         phase=divergence.phase,
         module=divergence.module,
-        mechanism="routing-flip" if attributed else divergence.mechanism,
+        mechanism=mechanism,
         evidence={
             "visit": divergence.visit,
             "rel_error": divergence.rel_error,
@@ -214,8 +221,7 @@ def _quiet_warnings(lane: LaneTrace) -> list[Finding]:
                 evidence={"modules": list(lane.dropout_differs)},
             )
         )
-    underflow = gradient_underflow(lane)
-    return [*found, underflow] if underflow is not None else found
+    return found
 
 
 def apply_ignores(found: Sequence[Finding], rules: Sequence[IgnoreRule]) -> tuple[Finding, ...]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from nanprobe.formats import by_name
-from nanprobe.lanes.trace import LaneTrace
+from nanprobe.lanes.trace import LaneTrace, Place, Trace
 from nanprobe.records import Finding, Gradient
 
-__all__ = ["FLUSHED_SHARE", "gradient_underflow", "without_cancellation"]
+__all__ = ["FLUSHED_SHARE", "gradient_underflow", "is_lost", "without_cancellation"]
 
 FLUSHED_SHARE = 0.05
 """Share of gradient elements flushed to zero above which it is reported."""
@@ -28,6 +28,14 @@ def without_cancellation(gradient: Gradient, elements: int, precision: str) -> G
     few = gradient.flushed < 2 or gradient.flushed <= FLUSHED_SHARE * elements
     cancelled = gradient.flushed and (few or not _is_narrow(precision))
     return dataclasses.replace(gradient, flushed=0) if cancelled else gradient
+
+
+def is_lost(trace: Trace, lane: LaneTrace, place: Place) -> bool:
+    """Whether half of a gradient's elements lie below the format's normal range: zero there only, or subnormal."""
+    here, there = lane.measures[place], trace.reference.measures.get(place)
+    if there is None or not _is_narrow(lane.precision):
+        return False
+    return 2 * (max(here.zero - there.zero, 0) + here.subnormal) >= here.elements > 0
 
 
 def gradient_underflow(lane: LaneTrace) -> Finding | None:
