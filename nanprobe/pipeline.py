@@ -20,7 +20,13 @@ from nanprobe.config import Config, Settings
 from nanprobe.diagnose.before import StoredFault, stored_faults
 from nanprobe.diagnose.findings import apply_ignores, findings
 from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
-from nanprobe.diagnose.operation import needs_earlier, places_to_trace, with_operations
+from nanprobe.diagnose.operation import (
+    diverging_place,
+    needs_earlier,
+    places_to_trace,
+    with_drift,
+    with_operations,
+)
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
@@ -37,7 +43,14 @@ from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.lanes.lane_model import Weights, kept_paths
 from nanprobe.lanes.process_state import read_flags
-from nanprobe.lanes.run import find_operations, has_compiled_parts, largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.run import (
+    find_drift,
+    find_operations,
+    has_compiled_parts,
+    largest_loss_scale,
+    output_holds_loss,
+    replay_lanes,
+)
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Trace
@@ -251,7 +264,11 @@ def _to_operations(
     earlier = None
     if needs_earlier(diagnosis, operations):
         earlier = find_operations(spec, name, [("", 0)]).get(("", 0))
-    return with_operations(diagnosis, operations, earlier=earlier, backward=backward)
+    named = with_operations(diagnosis, operations, earlier=earlier, backward=backward)
+    place = diverging_place(diagnosis)
+    if place is None or diagnosis.divergence is None or diagnosis.divergence.tolerance is None:
+        return named
+    return with_drift(named, find_drift(spec, name, place, diagnosis.divergence.tolerance))
 
 
 def _explained(failure: LaneFailure) -> NanprobeError:

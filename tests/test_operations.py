@@ -216,3 +216,45 @@ def test_without_operations_it_stops_at_modules() -> None:
     bad = diagnosed(FAULTS["product"][0], operations=False).first_bad
     assert bad is not None
     assert (bad.module, bad.op) == ("core", None)
+
+
+class Rotary(nn.Module):
+    """Multiplies by tables of cosines and sines, whose angles are rounded to the module's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", 1 / 10000 ** (torch.arange(0, 32, 2) / 32))
+
+    def forward(self, y: Tensor) -> Tensor:
+        angles = torch.arange(y.shape[1]).to(self.inverse)[:, None] * self.inverse
+        both = torch.cat([angles, angles], -1)
+        return y * both.cos() + y * both.sin()
+
+
+DRIFTS: dict[str, tuple[Code, str, str]] = {
+    "angles": (Rotary(), "aten.mul", "divergence"),
+    "difference of sums": (lambda y: (y + 1000) - 1000, "aten.add", "cancellation"),
+    "bound that rounds to one": (
+        lambda y: torch.log(1 - torch.sigmoid(y * 0 + 12).clamp(1e-4, 1 - 1e-4)).clamp(min=-20) * y,
+        "aten.clamp",
+        "unrepresentable-constant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_silent_drift_names_the_operation_that_lost_the_digits(name: str) -> None:
+    code, op, mechanism = DRIFTS[name]
+    torch.manual_seed(0)
+    model = Net(code)
+    report = nanprobe.replay(model, torch.randn(2, 400, 32), dtype="bf16", mode="cast")
+    drift = report.precisions["bf16"].first_divergence
+    assert report.first_bad is None
+    assert drift is not None
+    assert (drift.module, drift.op, drift.mechanism) == ("core.code" if name == "angles" else "core", op, mechanism)
+    assert report.verdict == "precision"
+
+
+def test_a_drift_within_tolerance_is_none() -> None:
+    report = diagnosed(lambda y: (y + 1) - 1, dtype="bf16")
+    assert report.precisions["bf16"].first_divergence is None

@@ -150,7 +150,7 @@ def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
     tolerated = f", tolerance {divergence.tolerance:.3g}" if divergence.tolerance is not None else ""
     return Finding(
         rule="gradient-underflow" if mechanism == "gradient-underflow" else "divergence",
-        severity="error" if mechanism in ("divergence", "unrepresentable-constant") else "warning",
+        severity="warning" if mechanism in ("routing-flip", "gradient-underflow") else "error",
         message=(
             f"{divergence.phase} of {place or 'the model itself'}: relative error {divergence.rel_error:.3g}"
             f"{tolerated}{tail}"
@@ -158,6 +158,7 @@ def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
         precision=divergence.precision,
         phase=divergence.phase,
         module=divergence.module,
+        op=divergence.op,
         mechanism=mechanism,
         evidence={
             "visit": divergence.visit,

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.formats import by_dtype
-from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, OperationFact
+from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, OperationFact
 from nanprobe.records import FirstBad
 
-__all__ = ["needs_earlier", "places_to_trace", "with_operations"]
+__all__ = ["diverging_place", "needs_earlier", "places_to_trace", "with_drift", "with_operations"]
 
 Operations = Mapping[tuple[str, int], OperationFact]
 
@@ -31,12 +31,13 @@ def places_to_trace(diagnosis: LaneDiagnosis) -> Iterator[tuple[str, int]]:
         place = _place(fault.first_bad)
         if place is not None and fault.stored is None:
             yield place
-    hidden = _diverging(diagnosis)
+    hidden = diverging_place(diagnosis)
     if hidden is not None:
         yield hidden
 
 
-def _diverging(diagnosis: LaneDiagnosis) -> tuple[str, int] | None:
+def diverging_place(diagnosis: LaneDiagnosis) -> tuple[str, int] | None:
+    """Return the (module, visit) whose code a divergence is to be looked for in, None when there is none."""
     found = diagnosis.divergence
     if found is None or diagnosis.after_flip or found.phase != "forward":
         return None
@@ -82,9 +83,34 @@ def with_operations(
     return dataclasses.replace(diagnosis, faults=(*faults, hidden) if hidden is not None else faults)
 
 
+def with_drift(diagnosis: LaneDiagnosis, drift: DriftFact | None) -> LaneDiagnosis:
+    """Return the diagnosis with the operation that its divergence comes from."""
+    divergence = diagnosis.divergence
+    if divergence is None or drift is None:
+        return diagnosis
+    text = f"It comes from {drift.op}"
+    if drift.seen_in != drift.op:
+        text += f", whose rounding {drift.seen_in} turns into a relative error of {drift.rel_error:.3g}"
+    elif drift.local_error is not None:
+        text += f", whose own error on its operands is {drift.local_error:.3g}"
+    explained = f"{divergence.explanation} {text}.".strip()
+    mechanism = _drift_mechanism(drift) or divergence.mechanism
+    named = dataclasses.replace(divergence, op=drift.op, mechanism=mechanism, explanation=explained)
+    return dataclasses.replace(diagnosis, divergence=named)
+
+
+def _drift_mechanism(drift: DriftFact) -> str | None:
+    """Tell a bound that rounds, and a sum whose low digits a later difference brings out; None for any other drift."""
+    op, seen = drift.op.removeprefix("aten.").rstrip("_"), drift.seen_in.removeprefix("aten.").rstrip("_")
+    if op in ("clamp", "clamp_min", "clamp_max", "hardtanh"):
+        return "unrepresentable-constant"
+    sums = ("add", "sub", "rsub", "sum", "cumsum")
+    return "cancellation" if op in sums and seen in ("sub", "rsub", "add") and op != seen else None
+
+
 def _hidden_overflow(diagnosis: LaneDiagnosis, operations: Operations) -> Traced | None:
     """Return the overflow that the code of a diverging visit made and turned finite again, None when there is none."""
-    place, divergence = _diverging(diagnosis), diagnosis.divergence
+    place, divergence = diverging_place(diagnosis), diagnosis.divergence
     fact = operations.get(place) if place is not None else None
     if fact is None or divergence is None or fact.exact_absmax is None or fact.operand_inf:
         return None

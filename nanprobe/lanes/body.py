@@ -18,8 +18,9 @@ from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, copy_model
 from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.operations import OperationWatch
+from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
-from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, LaneTrace, OperationFact, Raised
+from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors
 from nanprobe.records import Gradient
@@ -147,6 +148,14 @@ class LaneRun:
         """Run forward alone and return, by place, the operation that first made something bad of good operands."""
         watch = OperationWatch()
         self.lane.operations, self.lane.places = watch, frozenset(places)
+        with self._context():
+            self._forward()
+        return watch.found
+
+    def find_drift(self, place: tuple[str, int], tolerance: float) -> DriftFact | None:
+        """Run forward alone and return the operation inside ``place`` that its drift comes from, None when none is."""
+        watch = ShadowWatch(tolerance)
+        self.lane.shadow, self.lane.places = watch, frozenset([place])
         with self._context():
             self._forward()
         return watch.found

@@ -25,6 +25,7 @@ from nanprobe.lanes.lane_model import LaneModel
 from nanprobe.lanes.measures import MeasureBuilder
 from nanprobe.lanes.operations import OperationWatch
 from nanprobe.lanes.placement import Placement
+from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.trace import Place, Raised
 from nanprobe.numerics.tree import named_tensors
 
@@ -68,6 +69,7 @@ class Lane:
         self._in_twin = False
         self.operations: OperationWatch | None = None
         self.places: frozenset[tuple[str, int]] = frozenset()
+        self.shadow: ShadowWatch | None = None
         for path, module in copied.modules.items():
             module.__dict__["_compiled_call_impl"] = partial(self._visit, path, module)
 
@@ -171,9 +173,11 @@ class Lane:
 
     def looking(self, place: tuple[str, int]) -> AbstractContextManager[None]:
         """Look at single operations while ``place`` runs, if it is one of those that were asked for."""
-        if self.operations is None or place not in self.places:
+        if place not in self.places:
             return nullcontext()
-        return self.operations.inside(place)
+        if self.shadow is not None:
+            return self.shadow.inside()
+        return self.operations.inside(place) if self.operations is not None else nullcontext()
 
     def _note_failure(self, frame: Frame, error: Exception) -> None:
         if self.raised is None:

@@ -23,9 +23,16 @@ from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
-from nanprobe.lanes.trace import OperationFact, Trace
+from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
 
-__all__ = ["find_operations", "has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
+__all__ = [
+    "find_drift",
+    "find_operations",
+    "has_compiled_parts",
+    "largest_loss_scale",
+    "output_holds_loss",
+    "replay_lanes",
+]
 
 T = TypeVar("T")
 
@@ -204,6 +211,16 @@ def find_operations(
         raise
     except Exception:  # the model's own; see above
         return {}
+
+
+def find_drift(spec: ReplaySpec, precision: str, place: tuple[str, int], tolerance: float) -> DriftFact | None:
+    """Run one lane alone and return the operation that the drift of one visit comes from, None when none is found."""
+    try:
+        return _alone(replace(spec, backward=False), precision, lambda run: run.find_drift(place, tolerance))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own; see above
+        return None
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "IN_LOSS",
     "BackwardOrigin",
     "BadDetail",
+    "DriftFact",
     "Flip",
     "Health",
     "LaneTrace",
@@ -195,6 +196,20 @@ class OperationFact:
     of_mask: bool
     no_elements: bool
     constant: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftFact:
+    """The operation that a drift comes from (``op``) and the one in whose result it first shows (``seen_in``).
+
+    ``rel_error`` is that result's accumulated error against FP64 from the visit's inputs on, ``local_error`` the error
+    of the operation on its actual operands; both are relative 2-norms.
+    """
+
+    op: str
+    seen_in: str
+    rel_error: float
+    local_error: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
