@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanprobe.config import Settings
+from nanprobe.config.checks import CALLS
 from nanprobe.errors import UsageError
 from nanprobe.formats import LOW_PRECISIONS
 from nanprobe.inputs.loss import checked_loss
@@ -18,6 +19,8 @@ from nanprobe.progress import SILENT, Progress
 from nanprobe.report import Report
 
 __all__ = ["compare_precisions", "replay"]
+
+_PRECISIONS = ("fp32", *LOW_PRECISIONS)
 
 
 def replay(
@@ -55,7 +58,7 @@ def compare_precisions(
     model: nn.Module,
     batch: Any,
     *,
-    dtypes: Sequence[str | torch.dtype] = ("fp32", "fp16", "bf16"),
+    dtypes: Iterable[str | torch.dtype] | str | torch.dtype = ("fp32", "fp16", "bf16"),
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     call: str = "auto",
     local_error: bool = True,
@@ -64,7 +67,12 @@ def compare_precisions(
     **settings: Any,
 ) -> Report:
     """Replay ``batch`` through ``model`` in several precisions side by side; see :func:`replay`."""
-    names = tuple(dict.fromkeys(_name(dtype) for dtype in dtypes))
+    several = (dtypes,) if isinstance(dtypes, (str, torch.dtype)) else dtypes
+    if not isinstance(several, Iterable):
+        raise UsageError(f"dtypes: expected the names of precisions, got {several!r}")
+    names = tuple(dict.fromkeys(_name(dtype) for dtype in several))
+    if not names:
+        raise UsageError(f"dtypes: there is no precision to replay; {suggestion('', _PRECISIONS)}")
     return _run("compare-precisions", model, batch, names, loss, call, local_error, operations, progress, settings)
 
 
@@ -82,6 +90,10 @@ def _run(
 ) -> Report:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got a {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss: expected a function of (output, batch), got a {type(loss).__name__}")
+    if call not in CALLS:
+        raise UsageError(f"call: no such way {call!r}; {suggestion(str(call), CALLS)}")
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
         raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
@@ -105,12 +117,11 @@ def _run(
 
 
 def _name(dtype: str | torch.dtype) -> str:
-    names = ("fp32", *LOW_PRECISIONS)
     if isinstance(dtype, torch.dtype):
         found = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
         name = found if found is not None else str(dtype)
     else:
-        name = dtype
-    if name not in names:
-        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, names)}")
+        name = str(dtype)
+    if name not in _PRECISIONS:
+        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, _PRECISIONS)}")
     return name
