@@ -143,8 +143,9 @@ class VisitRow:
 class Gradient:
     """One precision's gradient of one parameter, after unscaling; counts are of non-finite scaled elements.
 
-    ``flushed`` counts elements that are zero here and not zero in the reference. ``norm`` is the 2-norm over finite
-    elements.
+    ``flushed`` counts elements that are zero here and not zero in the reference; in a report, only where the format is
+    narrower than FP32 and they are a share of the gradient, so that sums that cancel are not counted. ``norm`` is the
+    2-norm over finite elements.
     """
 
     norm: float | None
