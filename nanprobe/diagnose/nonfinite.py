@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from nanprobe.diagnose.absorption import absorbing_visit
-from nanprobe.diagnose.explain import explain_backward, explain_forward
+from nanprobe.diagnose.explain import explain_backward, explain_forward, shown
 from nanprobe.diagnose.independent import of_samples
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.formats import NumberFormat, by_dtype, by_name
@@ -176,7 +176,7 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     beyond = reference is not None and not fails_too and abs(reference) >= fmt.overflow_threshold
     text = "The model's output is finite; the loss computed from it is not."
     if largest is not None:
-        text = f"The model's output is finite, at most {largest:.4g} in magnitude; the loss computed from it is not."
+        text = f"The model's output is finite, at most {shown(largest)} in magnitude; the loss computed from it is not."
     name = trace.reference.precision.upper()
     if fails_too:
         text += f" {name}'s loss is non-finite as well." if lane is not trace.reference else ""
