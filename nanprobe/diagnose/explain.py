@@ -59,7 +59,7 @@ def _over(first: FirstBad, fmt: NumberFormat, name: str) -> str:
         return ""
     bits = math.log2(reached / fmt.max)
     far = f"{bits:.1f} bits" if bits >= 0.05 else "a hair"
-    return f"{name}'s result is {far} beyond what {fmt.name} can hold; nothing that went in is."
+    return f"{name}'s result is {far} beyond what {fmt.name} can hold."
 
 
 def explain_backward(
