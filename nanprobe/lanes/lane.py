@@ -104,7 +104,10 @@ class Lane:
         if self._in_twin:
             return _call(module, args, kwargs)
         args, kwargs = self.placement.enter(path, args, kwargs)
-        if self.phase == "backward" or not self.observing:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if self.phase == "backward" or not self.observing or transformed:
+            if transformed:
+                self.forward.uninspected[f"{path} (inside a torch.func transform)"] = None
             return self._unobserved(path, module, args, kwargs)
         frame = self._enter(path, module, args, kwargs)
         try:
