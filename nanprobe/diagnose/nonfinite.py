@@ -20,7 +20,8 @@ __all__ = ["bad_parameters", "ends_badly", "nonfinite_origins"]
 def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: Sequence[Origin]) -> tuple[FirstBad, ...]:
     """Return every independent origin in execution order: forward, else the loss, and backward if forward ends well.
 
-    A gradient that goes bad where forward did is no origin of its own: the Inf was saved for the derivative.
+    A gradient that goes bad in a visit that bad values went through in forward is no origin of its own: they were saved
+    for the derivative.
     """
     origins = [_first_bad(trace, lane, origin, forward) for origin in forward]
     loss_is_bad = lane.loss is not None and not math.isfinite(lane.loss)
@@ -28,11 +29,17 @@ def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: Sequence[Origin]) 
         origins.append(_in_loss(trace, lane))
     if not loss_is_bad and not (origins and ends_badly(lane)):
         backward = _in_backward(trace, lane)
-        if backward is not None and not any(
-            (o.module, o.visit, o.phase) == (backward.module, backward.visit, "forward") for o in origins
-        ):
+        if backward is not None and not (origins and _held_bad_values(lane, backward)):
             origins.append(backward)
     return tuple(origins)
+
+
+def _held_bad_values(lane: LaneTrace, backward: FirstBad) -> bool:
+    """Whether the visit that a gradient went bad in was given, or gave out, bad values in forward."""
+    return any(
+        (f.module, f.visit) == (backward.module, backward.visit) and (f.inputs.hard or f.outputs.hard)
+        for f in lane.visits
+    )
 
 
 def ends_badly(lane: LaneTrace) -> bool:
