@@ -6,6 +6,7 @@ import contextvars
 import functools
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -197,3 +198,20 @@ def test_models_that_accumulate_gradients_inside_forward() -> None:
         report = nanprobe.compare_precisions(model, x, loss=mean_square)
     assert_healthy(report)
     assert all(set(r.precisions) == set(ALL) for r in report.record.gradients)
+
+
+@MODES
+def test_modules_called_in_threads_of_the_models_own_do_not_wait_for_lanes(mode: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        with ThreadPoolExecutor(2) as pool:
+            parts = list(pool.map(lambda layer: layer(x), [self.a, self.b]))
+        return self.last(parts[0].to(x.dtype) + parts[1].to(x.dtype))
+
+    model, x = Code(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), last=nn.Linear(4, 2)), torch.randn(3, 4)
+    with untouched(model):
+        report = nanprobe.compare_precisions(model, x, mode=mode, loss=mean_square)
+    assert_healthy(report)
+    assert len(report.record.gradients) == 6
+    hidden = report.record.coverage.outputs_not_inspected
+    assert sorted(hidden) == ["a (called in a thread of the model's)", "b (called in a thread of the model's)"]
+    assert report.record.coverage.never_visited == ("a", "b")
