@@ -43,11 +43,14 @@ def _held_bad_values(lane: LaneTrace, backward: FirstBad) -> bool:
 
 
 def ends_badly(lane: LaneTrace) -> bool:
-    """Whether the forward pass ends in a non-finite loss, or, without a loss, in a non-finite output."""
+    """Whether the forward pass ends in a non-finite loss, or, without a loss, in an output that is bad where it counts.
+
+    Positions that a mask of the batch excludes do not count.
+    """
     if lane.loss is not None:
         return not math.isfinite(lane.loss)
     root = _root(lane)
-    return root is not None and root.outputs.hard
+    return root is not None and root.outputs.hard and not lane.bad_only_where_masked
 
 
 def bad_parameters(lane: LaneTrace) -> list[str]:

@@ -225,7 +225,11 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneTrace:
-    """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it."""
+    """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it.
+
+    ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
+    a mask of the batch excludes them.
+    """
 
     precision: str
     completed: bool
@@ -251,6 +255,7 @@ class LaneTrace:
     seconds: float
     measuring_seconds: float
     output_rel_error: float | None
+    bad_only_where_masked: bool = False
     notes: tuple[str, ...] = ()
 
 
