@@ -17,6 +17,8 @@ from nanprobe.checkpoints.records import (
     Extent,
     Piece,
     Problem,
+    Scalar,
+    Skipped,
     Storage,
     TensorEntry,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "Located",
     "Piece",
     "Problem",
+    "Scalar",
+    "Skipped",
     "Storage",
     "TensorEntry",
     "content_digest",

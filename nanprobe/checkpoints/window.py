@@ -14,11 +14,13 @@ __all__ = ["Window"]
 class Window:
     """``size`` bytes of the file ``path`` from ``base`` on; positions count from the window's first byte."""
 
-    def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
-        """Open the file; OSError when that fails. ``size`` None means up to the end of the file."""
+    def __init__(self, path: str, base: int = 0, size: int | None = None, file: BinaryIO | None = None) -> None:
+        """Open the file, or use ``file``; OSError when that fails. ``size`` None means up to the end of the file."""
         self.path = path
         self.base = base
-        self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close(), the class is the context
+        self._owned = file is None
+        # Closed by close(): the class itself is the context.
+        self._file: BinaryIO = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115
         rest = max(os.fstat(self._file.fileno()).st_size - base, 0)
         self.size = rest if size is None else min(size, rest)
 
@@ -39,6 +41,15 @@ class Window:
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def part(self, position: int, size: int) -> Window:
+        """Return a window of ``size`` bytes from ``position`` on the same open file; Damage when it ends before."""
+        if position < 0 or size < 0 or position + size > self.size:
+            raise self.damage(
+                "truncated-file",
+                f"{size:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
+            )
+        return Window(self.path, self.base + position, size, self._file)
+
     def head(self, length: int) -> bytes:
         """Return the first ``length`` bytes, or all of a shorter window."""
         return self.read(0, min(length, self.size))
@@ -48,8 +59,9 @@ class Window:
         return Damage(Problem(rule=rule, severity=severity, message=message, file=self.path))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, unless another window opened it."""
+        if self._owned:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
