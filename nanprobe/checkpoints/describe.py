@@ -13,7 +13,7 @@ from nanprobe.checkpoints.unsafe import dangerous
 from nanprobe.checkpoints.walk import Found, walk
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["MAX_LISTED", "describe_tree", "limit_problems"]
+__all__ = ["MAX_LISTED", "describe_tree", "limit_problems", "unsafe_problems"]
 
 MAX_LISTED = 20
 """Problems of one rule that are listed for one file; the rest are counted."""
@@ -51,7 +51,7 @@ def describe_tree(
             )
         )
     names = tuple(foreign)
-    problems.extend(_unsafe(window.path, names))
+    problems.extend(unsafe_problems(window.path, names))
     return FileIndex(
         kind=kind,
         file=window.path,
@@ -136,7 +136,8 @@ def _view_problem(window: Window, value: TensorValue, storage: Storage) -> Probl
     return None
 
 
-def _unsafe(file: str, names: tuple[str, ...]) -> list[Problem]:
+def unsafe_problems(file: str, names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each of the names that means running code or touching files."""
     return [
         Problem(
             rule="unsafe-pickle",

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+from nanprobe.checkpoints.folder import read_folder
 from nanprobe.checkpoints.locate import Located, locate, look
+from nanprobe.checkpoints.names import name_tensors
+from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import CheckpointFile, CheckpointIndex, Damage, FileIndex, Problem, Storage
 from nanprobe.checkpoints.safetensors_file import index_safetensors
+from nanprobe.checkpoints.scalars import collect_scalars
 from nanprobe.checkpoints.sharded import compare_index, read_shard_index, read_shards
 from nanprobe.checkpoints.sniff import Sniffed
 from nanprobe.checkpoints.torch_legacy import index_torch_legacy
@@ -15,7 +19,7 @@ from nanprobe.checkpoints.torch_zip import index_torch_zip
 from nanprobe.checkpoints.window import Window
 from nanprobe.errors import UsageError
 
-__all__ = ["READERS", "index_checkpoint", "index_file"]
+__all__ = ["READERS", "index_checkpoint", "index_file", "index_weights"]
 
 READERS: dict[str, Callable[[Window], FileIndex]] = {
     "torch-zip": index_torch_zip,
@@ -26,9 +30,27 @@ READERS: dict[str, Callable[[Window], FileIndex]] = {
 
 
 def index_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
-    """Return what the checkpoint at ``path`` (a file, an index file or a folder) holds.
+    """Return all that the checkpoint at ``path`` (a file, an index file or a folder) holds, optimizer and all.
 
     What is wrong with its files stands in ``problems``. UsageError when ``path`` is no checkpoint at all.
+    """
+    text = os.fspath(path)
+    if os.path.isdir(text):
+        part = read_folder(text, index_file)
+        if not part.kind or not (part.files or part.problems):
+            raise UsageError(_no_checkpoint(text, part))
+    else:
+        located = locate(text)
+        part = _of_file(located)
+    name_tensors(part)
+    collect_scalars(part)
+    return _finish(text, part)
+
+
+def index_weights(path: str | os.PathLike[str]) -> CheckpointIndex:
+    """Return what the file of ``path`` that holds a model's weights holds: of a folder, the preferred file or index.
+
+    Names are the joined keys of the file, as loading a model needs them. Errors as in ``index_checkpoint``.
     """
     located = locate(path)
     if located.problem is not None:
@@ -52,6 +74,57 @@ def index_file(path: str) -> FileIndex:
             return reader(window)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _of_file(located: Located) -> Part:
+    """Return the part that one file, or the shards of one index file, make up."""
+    part = Part(kind=located.kind)
+    if located.problem is not None:
+        part.note_file(located.file, located.kind)
+        part.problems.append(_as_problem(located.file, located.problem))
+        return part
+    try:
+        if located.kind == "sharded":
+            part.note_file(located.file, "shard-index")
+            found = _index_sharded(located)
+            part.files.extend(found.files)
+            part.tensors.extend(found.tensors)
+            part.storages.update(found.storages)
+            part.trees.update(found.trees)
+            part.metadata.update({file: dict(text) for file, text in found.metadata.items()})
+            part.foreign.update(dict.fromkeys(found.foreign))
+            part.problems.extend(found.problems)
+        else:
+            index = index_file(located.file)
+            part.add_file(index)
+            part.kind = index.kind
+    except Damage as damage:
+        part.note_file(located.file, located.kind)
+        part.problems.append(damage.problem)
+    return part
+
+
+def _no_checkpoint(folder: str, part: Part) -> str:
+    listed = [os.path.relpath(item.file, folder) for item in part.skipped[:3]]
+    there = f" (there: {', '.join(listed)}{', ...' if len(part.skipped) > 3 else ''})" if listed else ""
+    return f"folder {folder} holds no checkpoint{there}; give a folder or a file that torch, transformers or a trainer saved"
+
+
+def _finish(path: str, part: Part) -> CheckpointIndex:
+    return CheckpointIndex(
+        path=path,
+        kind=part.kind,
+        files=tuple(part.files),
+        tensors=tuple(part.tensors),
+        storages=part.storages,
+        problems=tuple(part.problems),
+        trees=part.trees,
+        metadata=part.metadata,
+        foreign=tuple(part.foreign),
+        others=tuple(item.file for item in part.skipped),
+        skipped=tuple(part.skipped),
+        scalars=tuple(part.scalars),
+    )
 
 
 def _index_sharded(located: Located) -> CheckpointIndex:

@@ -119,7 +119,8 @@ class TensorEntry:
     "weight" (a master copy of ZeRO), the state's name ("exp_avg", "step") for optimizer state, "ema", "loss-scale",
     "rng", "callback", "scheduler", "scale" (of a quantised weight), "bytes"; None leaves the decision to whoever looks
     at the names. ``rank`` is that of the process that wrote it, where every process writes its own. ``pieces`` may lie in
-    several files; ``file`` is that of the first.
+    several files; ``file`` is that of the first. ``missing`` counts the elements that no piece covers, since a shard is
+    not there: the pieces that are can be read, and ``unreadable`` is set only when there are none.
     """
 
     name: str
@@ -139,6 +140,7 @@ class TensorEntry:
     key: str | None = None
     of: str | None = None
     rank: int | None = None
+    missing: int = 0
 
     @property
     def elements(self) -> int:
