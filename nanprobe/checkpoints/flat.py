@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from nanprobe.checkpoints.records import Piece, TensorEntry
-from nanprobe.checkpoints.safetensors_file import contiguous_strides
+from nanprobe.checkpoints.strides import contiguous_strides
 
 __all__ = ["carve", "flat_blocks", "is_flat"]
 

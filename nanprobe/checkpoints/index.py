@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from nanprobe.checkpoints.folder import read_folder
 from nanprobe.checkpoints.locate import Located, locate, look
 from nanprobe.checkpoints.names import name_tensors
+from nanprobe.checkpoints.numpy_file import index_npy
 from nanprobe.checkpoints.parts import Part
+from nanprobe.checkpoints.plain_pickle import index_pickle
 from nanprobe.checkpoints.records import CheckpointFile, CheckpointIndex, Damage, FileIndex, Problem, Storage
 from nanprobe.checkpoints.safetensors_file import index_safetensors
 from nanprobe.checkpoints.scalars import collect_scalars
@@ -25,6 +27,8 @@ READERS: dict[str, Callable[[Window], FileIndex]] = {
     "torch-zip": index_torch_zip,
     "torch-legacy": index_torch_legacy,
     "safetensors": index_safetensors,
+    "pickle": index_pickle,
+    "npy": index_npy,
 }
 """One reader per kind of file: a window in, records out, Damage when nothing can be said."""
 

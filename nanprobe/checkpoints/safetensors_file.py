@@ -14,9 +14,10 @@ from typing import Any
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import SAFETENSORS, nbytes
 from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.strides import contiguous_strides
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["MAX_HEADER", "contiguous_strides", "index_safetensors", "strict_pairs"]
+__all__ = ["MAX_HEADER", "index_safetensors", "strict_pairs"]
 
 MAX_HEADER = 100_000_000
 """Largest header in bytes, the format's own limit."""
@@ -130,16 +131,6 @@ def _fault(
     if span[1] > available:
         return "truncated-file", "error", f"its data ends {span[1] - available:,} bytes after the end of the file"
     return None
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major tensor of ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _is_count(value: Any) -> bool:

@@ -17,7 +17,7 @@ CHECKPOINT_SUFFIXES = frozenset(
 )
 """Suffixes that say that a file is a checkpoint."""
 
-READABLE = frozenset({"torch-zip", "torch-legacy", "safetensors"})
+READABLE = frozenset({"torch-zip", "torch-legacy", "safetensors", "pickle", "npy"})
 """Kinds of single files that have a reader."""
 
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
@@ -44,7 +44,7 @@ def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
     if head.startswith(b"GGUF"):
         return Sniffed("gguf", "not-scanned", "it is a GGUF file, which is not read yet")
     if head.startswith(b"\x93NUMPY"):
-        return Sniffed("npy", "not-scanned", "it is a numpy array, which is not read yet")
+        return Sniffed("npy")
     if head.startswith(b"\x89HDF\r\n"):
         return Sniffed("hdf5", "not-scanned", "it is an HDF5 file (Keras); save the weights as safetensors")
     if head.startswith(b"\x1f\x8b"):
@@ -62,7 +62,9 @@ def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
             "zeros", "corrupt-file", f"its first {len(head):,} bytes are zero: it was never written, or overwritten"
         )
     if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
-        return Sniffed("pickle", "not-scanned", "it is a plain pickle that torch.save did not write; it is not read")
+        return Sniffed("pickle")
+    if suffix in (".pkl", ".pickle") and head[:1] in b"(]}c\x80":
+        return Sniffed("pickle")
     return Sniffed("", "corrupt-file", f"its content is of no known checkpoint format (it begins with {head[:8]!r})")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanprobe.checkpoints.describe import describe_tree
 from nanprobe.checkpoints.dtypes import nbytes
-from nanprobe.checkpoints.inert import StorageRef
+from nanprobe.checkpoints.inert import Span, StorageRef
 from nanprobe.checkpoints.pickle_machine import Limits, Loaded, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Storage
@@ -57,7 +57,11 @@ def index_torch_legacy(window: Window) -> FileIndex:
             raise failure or window.damage("corrupt-file", "its storage is not among those of the file")
         return storage
 
-    return describe_tree(window, "torch-legacy", objects.value, {**objects.foreign, **keys.foreign}, storage_of)
+    def place(span: Span) -> Extent:
+        return Extent(file=window.path, offset=window.base + span.offset, length=span.length, size=span.length)
+
+    foreign = {**objects.foreign, **keys.foreign}
+    return describe_tree(window, "torch-legacy", objects.value, foreign, storage_of, place)
 
 
 def _pickle(window: Window, position: int, persistent: Any = None) -> Loaded:

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from nanprobe.checkpoints.describe import describe_tree
 from nanprobe.checkpoints.dtypes import nbytes
-from nanprobe.checkpoints.inert import StorageRef
+from nanprobe.checkpoints.inert import Span, StorageRef
+from nanprobe.checkpoints.numpy_file import index_npz
 from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
-from nanprobe.checkpoints.records import FileIndex, Storage
+from nanprobe.checkpoints.records import Extent, FileIndex, Storage
 from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
 from nanprobe.checkpoints.window import Window
 from nanprobe.checkpoints.zip_directory import Member, read_directory, read_member, resolve
@@ -27,6 +28,8 @@ _MAX_PICKLE = 1 << 28
 def index_torch_zip(window: Window) -> FileIndex:
     """Return what the file holds; Damage when its objects cannot be read."""
     members = read_directory(window)
+    if members and all(name.endswith(".npy") for name in members):
+        return index_npz(window, members)
     roots = sorted((name for name in members if name.endswith("/data.pkl") or name == "data.pkl"), key=len)
     if not roots:
         raise window.damage(
@@ -51,8 +54,30 @@ def index_torch_zip(window: Window) -> FileIndex:
             storages[reference.key] = known
         return known
 
+    where = resolve(window, members[roots[0]])
+
+    def place(span: Span) -> Extent:
+        if where.encoding == "stored":
+            return Extent(file=window.path, offset=where.offset + span.offset, length=span.length, size=span.length)
+        return inline_extent(window, pickle, span)
+
     kind = "torchscript" if f"{root}constants.pkl" in members else "torch-zip"
-    return describe_tree(window, kind, loaded.value, loaded.foreign, storage_of)
+    if isinstance(loaded.value, dict) and "pytorch-lightning_version" in loaded.value:
+        kind = "lightning"
+    return describe_tree(window, kind, loaded.value, loaded.foreign, storage_of, place)
+
+
+def inline_extent(window: Window, pickle: bytes, span: Span) -> Extent:
+    """Return the bytes of a string of a pickle that lies in memory; Damage when it is no text of single bytes."""
+    data = pickle[span.offset : span.offset + span.length]
+    if span.text:
+        try:
+            data = data.decode("utf-8").encode("latin-1")
+        except UnicodeError:
+            raise window.damage("corrupt-file", "its bytes are no text of single-byte characters") from None
+    return Extent(
+        file=window.path, offset=window.base, length=len(data), size=len(data), encoding="inline", data=data
+    )
 
 
 def _storage(

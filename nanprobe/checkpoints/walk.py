@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanprobe.checkpoints.inert import Foreign, TensorValue
+from nanprobe.checkpoints.numpy_values import array_value, is_array
 
 __all__ = ["Found", "WalkResult", "children", "join_name", "walk"]
 
@@ -98,10 +99,15 @@ def walk(root: Any) -> WalkResult:
     active: set[int] = set()
     revisits = 0
     spent = 0
+    arrays: dict[int, TensorValue | None] = {}
     stack: list[tuple[Any, tuple[Any, ...], bool, Iterator[tuple[tuple[Any, ...], Any, bool]]]] = []
 
     def enter(node: Any, path: tuple[Any, ...], persistent: bool) -> None:
         nonlocal revisits, spent
+        if isinstance(node, Foreign) and is_array(node):
+            if id(node) not in arrays:
+                arrays[id(node)] = array_value(node, len(arrays))
+            node = arrays[id(node)]
         if isinstance(node, TensorValue):
             name = join_name(path)
             spent += len(name)
