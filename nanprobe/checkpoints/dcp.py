@@ -23,7 +23,7 @@ from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.safetensors_file import index_safetensors
-from nanprobe.checkpoints.sharded import inside
+from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.torch_objects import BUILDERS
 from nanprobe.checkpoints.torch_zip import index_torch_zip
 from nanprobe.checkpoints.trees import attribute, class_of, count, mapping, sizes, text

@@ -20,7 +20,7 @@ from nanprobe.checkpoints.flat import carve, is_flat
 from nanprobe.checkpoints.listing import Listing, list_folder, natural
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import Damage, FileIndex, Piece, TensorEntry
-from nanprobe.checkpoints.sharded import inside
+from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.trees import attribute, count, mapping, sizes
 from nanprobe.checkpoints.window import Window
 

@@ -30,6 +30,7 @@ from nanprobe.checkpoints.megatron import (
     read_legacy_megatron,
     read_megatron_root,
 )
+from nanprobe.checkpoints.onnx_file import external_files
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import Damage, FileIndex
 from nanprobe.checkpoints.sharded import compare_index, read_shard_index, read_shards
@@ -251,7 +252,8 @@ def _single_files(folder: _Folder) -> None:
     """Read what no layout took, file by file, by its content."""
     listing = folder.listing
     ranks: dict[tuple[str, str], set[int]] = {}
-    for name in listing.files:
+    # A model comes before its data beside it, so that the data is known as such.
+    for name in sorted(listing.files, key=lambda name: not name.endswith(".onnx")):
         ranked = _RANKED.fullmatch(name)
         if ranked:
             ranks.setdefault((ranked[1], ranked[3]), set()).add(int(ranked[2]))
@@ -284,8 +286,11 @@ def _single_file(folder: _Folder, name: str) -> None:
         return
     if found.kind in READABLE:
         try:
-            folder.part.add_file(folder.read(path))
+            index = folder.read(path)
+            folder.part.add_file(index)
             folder.kinds.append("file")
+            if index.kind == "onnx":
+                folder.taken.update(os.path.relpath(file, folder.listing.folder) for file in external_files(index))
         except Damage as damage:
             folder.part.note_file(path, found.kind)
             folder.part.problems.append(damage.problem)

@@ -6,16 +6,19 @@ import os
 from collections.abc import Callable, Iterable
 
 from nanprobe.checkpoints.folder import read_folder
+from nanprobe.checkpoints.gguf_file import index_gguf
 from nanprobe.checkpoints.locate import Located, locate, look
 from nanprobe.checkpoints.names import name_tensors
 from nanprobe.checkpoints.numpy_file import index_npy
+from nanprobe.checkpoints.onnx_file import index_onnx
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.plain_pickle import index_pickle
 from nanprobe.checkpoints.records import CheckpointFile, CheckpointIndex, Damage, FileIndex, Problem, Storage
 from nanprobe.checkpoints.safetensors_file import index_safetensors
 from nanprobe.checkpoints.scalars import collect_scalars
 from nanprobe.checkpoints.sharded import compare_index, read_shard_index, read_shards
-from nanprobe.checkpoints.sniff import Sniffed
+from nanprobe.checkpoints.sniff import Sniffed, sniff
+from nanprobe.checkpoints.tar_file import index_gzip, index_tar
 from nanprobe.checkpoints.torch_legacy import index_torch_legacy
 from nanprobe.checkpoints.torch_zip import index_torch_zip
 from nanprobe.checkpoints.window import Window
@@ -23,13 +26,41 @@ from nanprobe.errors import UsageError
 
 __all__ = ["READERS", "index_checkpoint", "index_file", "index_weights"]
 
-READERS: dict[str, Callable[[Window], FileIndex]] = {
+def _inside_tar(window: Window, found: Sniffed) -> FileIndex | None:
+    """Return what a member of an archive holds, None when it is no checkpoint."""
+    reader = _PLAIN_READERS.get(found.kind)
+    if reader is None or found.kind == "pickle":
+        return None
+    return reader(window)
+
+
+def _tar(window: Window) -> FileIndex:
+    return index_tar(window, _inside_tar)
+
+
+def _inside_gzip(window: Window) -> FileIndex:
+    found = sniff(window.head(4096), window.size, "")
+    reader = _tar if found.kind == "tar" else _PLAIN_READERS.get(found.kind)
+    if reader is None:
+        raise window.damage("not-scanned", "it is compressed with gzip, and what is inside is no checkpoint", "warning")
+    return reader(window)
+
+
+def _gzip(window: Window) -> FileIndex:
+    return index_gzip(window, _inside_gzip)
+
+
+_PLAIN_READERS: dict[str, Callable[[Window], FileIndex]] = {
     "torch-zip": index_torch_zip,
     "torch-legacy": index_torch_legacy,
     "safetensors": index_safetensors,
     "pickle": index_pickle,
     "npy": index_npy,
+    "gguf": index_gguf,
+    "onnx": index_onnx,
 }
+
+READERS: dict[str, Callable[[Window], FileIndex]] = {**_PLAIN_READERS, "tar": _tar, "gzip": _gzip}
 """One reader per kind of file: a window in, records out, Damage when nothing can be said."""
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanprobe.checkpoints.onnx_file import external_files
 from nanprobe.checkpoints.records import (
     CheckpointFile,
     FileIndex,
@@ -41,6 +42,9 @@ class Part:
     def add_file(self, index: FileIndex, *, rank: int | None = None, tree: bool = True) -> None:
         """Take over all that one file holds; ``rank`` is noted on its tensors."""
         self.note_file(index.file, index.kind, index.size)
+        if index.kind == "onnx":
+            for path in external_files(index):
+                self.note_file(path, "onnx-data")
         entries = index.tensors
         self.tensors.extend(entries if rank is None else (replace(entry, rank=rank) for entry in entries))
         self.storages.update(index.storages)

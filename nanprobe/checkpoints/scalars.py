@@ -41,8 +41,9 @@ def collect_scalars(part: Part) -> None:
     """Add the plain values of every tree of ``part`` to its scalars."""
     for file, tree in part.trees.items():
         name = file.rsplit("/", 1)[-1].rsplit("\\", 1)[-1]
+        gguf = any(known.path == file and known.kind == "gguf" for known in part.files)
         for path, value in _leaves(tree):
-            role = _role(path, value, name)
+            role = "config" if gguf else _role(path, value, name)
             if role is None or len(part.scalars) >= _MAX_SCALARS + 200_000:
                 continue
             owner = _owner(part, file, path) if role == "optimizer-step" else None

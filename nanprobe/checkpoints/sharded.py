@@ -15,11 +15,12 @@ from typing import Any
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import BITS, nbytes
 from nanprobe.checkpoints.locate import SHARD_NAME
+from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.records import Damage, FileIndex, Problem
 from nanprobe.checkpoints.safetensors_file import strict_pairs
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["ShardIndex", "compare_index", "inside", "read_shard_index", "read_shards"]
+__all__ = ["ShardIndex", "compare_index", "read_shard_index", "read_shards"]
 
 _MAX_INDEX = 100_000_000
 
@@ -33,13 +34,6 @@ class ShardIndex:
     shards: tuple[str, ...]
     total_size: int | None
     problems: tuple[Problem, ...]
-
-
-def inside(name: str) -> bool:
-    """Return whether a relative file name stays under the folder it is relative to, on any system."""
-    if not name or "\0" in name or "\\" in name or ":" in name or name.startswith("/"):
-        return False
-    return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def read_shard_index(path: str) -> ShardIndex:
