@@ -31,9 +31,9 @@ SCAN_COMMANDS: tuple[str, ...] = ("scan-checkpoint", "diff-checkpoints")
 class ScanFinding:
     """One thing that is wrong with a tensor or a file.
 
-    ``rule`` is the rule's name, ``severity`` "error", "warning" or "note". ``file`` is the path as found, ``tensor`` the
-    parameter's name where it is known, None for what concerns a whole file. ``known`` is true when a baseline lists it;
-    it then counts for no exit code.
+    ``rule`` is the rule's name, ``severity`` "error", "warning" or "note". ``file`` is the path as found, ``tensor``
+    the parameter's name where it is known, None for what concerns a whole file. ``known`` is true when a baseline lists
+    it; it then counts for no exit code.
     """
 
     rule: str
@@ -52,8 +52,8 @@ class ScanFinding:
 class TensorRow:
     """One tensor and its statistics; ``note`` says why there are none.
 
-    ``absmax``, ``min``, ``max``, ``mean`` and ``rms`` are over finite elements. ``role`` is "weight", "buffer", "moment",
-    "step", "scale", "learning-rate", "ema", "rng" or "other".
+    ``absmax``, ``min``, ``max``, ``mean`` and ``rms`` are over finite elements. ``role`` is "weight", "buffer",
+    "moment", "step", "scale", "learning-rate", "ema", "rng" or "other".
     """
 
     tensor: str
@@ -79,8 +79,8 @@ class TensorRow:
 class ScanSummary:
     """How much was looked at.
 
-    ``scanned``, ``skipped`` and ``unreadable`` count tensors: looked at, left out (by a pattern, or saved without data),
-    and those whose bytes could not be had. ``not_scanned`` counts files of the checkpoints' folders that hold no
+    ``scanned``, ``skipped`` and ``unreadable`` count tensors: looked at, left out (by a pattern, or saved without
+    data), and those whose bytes could not be had. ``not_scanned`` counts files of the checkpoints' folders that hold no
     tensors or cannot be read. ``elements`` and ``bytes`` are of the tensors that were scanned; bytes that several
     tensors share count once. ``formats`` are the kinds of files, ``seconds`` the time from the first look at the paths
     to the last finding.
@@ -122,9 +122,10 @@ class Change:
     """What became of one tensor from A to B.
 
     ``kind`` is "changed", "unchanged", "nonfinite" (finite in A, not in B), "reshaped", "added", "removed" or
-    "unreadable". ``rel_error`` is ||B - A|| / ||A|| (2-norms in FP64, over elements finite in both), ``max_abs`` the
-    largest |B - A| and ``index`` where it is, ``cosine`` that of the two as vectors. ``newly_nonfinite`` counts elements
-    finite in A and not in B, ``first_index`` is the first of them; ``repaired`` counts the reverse.
+    "unreadable". ``rel_error`` is ||B - A|| / ||A|| (2-norms in FP64, over elements finite in both; infinite when an
+    element became non-finite), ``max_abs`` the largest |B - A| and ``index`` where it is, ``cosine`` that of the two as
+    vectors. ``newly_nonfinite`` counts elements finite in A and not in B, ``first_index`` is the first of them;
+    ``repaired`` counts the reverse.
     """
 
     tensor: str

@@ -81,8 +81,8 @@ class Tally:
 
     ``low`` and ``high`` are over finite elements, None without any (and for complex types, whose ``absmax`` is the
     largest modulus). ``total`` and ``squares`` are sums over finite elements in FP64. ``overflow`` and ``underflow``
-    count, by the name of a format, the finite elements that a cast to it would turn infinite, and the non-zero ones that
-    it would turn to zero.
+    count, by the name of a format, the finite elements that a cast to it would turn infinite, and the non-zero ones
+    that it would turn to zero.
     """
 
     elements: int
@@ -251,9 +251,7 @@ class Counter:
         self._sums[3] += squares
 
     def _widen(self, low: int, high: int) -> None:
-        self._whole = (
-            (low, high) if self._whole is None else (min(self._whole[0], low), max(self._whole[1], high))
-        )
+        self._whole = (low, high) if self._whole is None else (min(self._whole[0], low), max(self._whole[1], high))
 
     def _feed_complex(self, values: Any) -> None:
         self._elements += values.size
@@ -294,9 +292,7 @@ class Counter:
             return
         if self._limits32 is None:
             self._limits32 = _as_bits32(self._limits)
-        stored_kernels.pass32(
-            values, values.view(np.int32), self._limits32, self._below, self._kinds, self._sums
-        )
+        stored_kernels.pass32(values, values.view(np.int32), self._limits32, self._below, self._kinds, self._sums)
 
     def _feed_patterns(self, patterns: Any, tables: Any) -> None:
         self._elements += patterns.size
@@ -357,7 +353,7 @@ class Counter:
 
 
 def _as_bits32(limits: Any) -> Any:
-    """Return FP64 magnitudes as int32 patterns of FP32, each rounded up: x < limit holds for the same FP32 numbers x."""
+    """Return FP64 magnitudes as int32 patterns of FP32, rounded up: x < limit holds for the same FP32 numbers x."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = limits.astype(np.float32)
     bits = rounded.view(np.int32).copy()

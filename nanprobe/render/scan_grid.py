@@ -40,8 +40,7 @@ def change_titles() -> list[str]:
 
 def change_cells(change: Change, ink: Ink) -> list[str]:
     """Return the cells of one change."""
-    same = change.dtype_a == change.dtype_b
-    kind = (change.dtype_a or change.dtype_b or "") if same else f"{change.dtype_a or '-'} > {change.dtype_b or '-'}"
+    kind = " > ".join(dict.fromkeys(kind for kind in (change.dtype_a, change.dtype_b) if kind is not None))
     where = numbers.index(change.index) if change.index is not None else ""
     if change.kind == "reshaped":
         where = f"{numbers.index(change.shape_a or ())} > {numbers.index(change.shape_b or ())}"
@@ -69,9 +68,7 @@ def lines(titles: Sequence[str], body: Sequence[Sequence[str]], width: int, left
     room = max(width - sum(rest) - _GAP * len(rest), _SHORTEST_NAME)
     longest = max((len(neutral(row[0])) for row in body), default=0)
     room = max(room, _SHORTEST_NAME) if longest > room else longest
-    padded = [
-        [shortened_path(neutral(row[0]), room), *row[1:]] + [""] * (len(titles) - len(row)) for row in body
-    ]
+    padded = [[shortened_path(neutral(row[0]), room), *row[1:]] + [""] * (len(titles) - len(row)) for row in body]
     align = ["left"] * left + ["right"] * (len(titles) - left)
     text = tabulate([list(titles), *padded], tablefmt="plain", disable_numparse=True, colalign=align)
     made = [line.rstrip() for line in text.split("\n")]

@@ -110,7 +110,9 @@ def _group(found: list[ScanFinding], detail: str, ink: Ink, verbose: bool) -> Gr
 def _line(finding: ScanFinding, ink: Ink, *, with_file: bool) -> str:
     parts = []
     if finding.tensor is not None:
-        kind = f" ({finding.dtype}{numbers.index(finding.shape)})" if finding.dtype and finding.shape is not None else ""
+        kind = (
+            f" ({finding.dtype}{numbers.index(finding.shape)})" if finding.dtype and finding.shape is not None else ""
+        )
         parts.append(f"{ink.name(finding.tensor)}{ink.prose(kind)}")
     if with_file and finding.file is not None:
         name = os.path.basename(os.path.normpath(finding.file)) if finding.tensor is not None else finding.file

@@ -71,6 +71,4 @@ def baseline_text(findings: Iterable[ScanFinding], roots: Iterable[str]) -> str:
 def marked(findings: Iterable[ScanFinding], known: set[Identity], roots: Iterable[str]) -> list[ScanFinding]:
     """Return the findings, those that the baseline lists marked as known."""
     roots = list(roots)
-    return [
-        replace(finding, known=True) if _identity(finding, roots) in known else finding for finding in findings
-    ]
+    return [replace(finding, known=True) if _identity(finding, roots) in known else finding for finding in findings]

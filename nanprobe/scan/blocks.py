@@ -13,9 +13,7 @@ from nanprobe.numerics.stored import Counter
 __all__ = ["count_blocks"]
 
 
-def count_blocks(
-    pieces: Iterable[Any], dtype: str, casts: Sequence[NumberFormat], tables: Any
-) -> tuple[Counter, int]:
+def count_blocks(pieces: Iterable[Any], dtype: str, casts: Sequence[NumberFormat], tables: Any) -> tuple[Counter, int]:
     """Return the counts over the decoded elements, and how many blocks hold one that is not finite."""
     from nanprobe.checkpoints.blocks import block_layout, decode_blocks
 

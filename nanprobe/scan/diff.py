@@ -1,7 +1,7 @@
 """What changed between two checkpoints, tensor by tensor, whatever their formats and element types.
 
-Both are streamed box by box, so that both can be larger than memory. Tensors belong together by name; wrappers' prefixes
-are taken off where that makes more of them fit.
+Both are streamed box by box, so that both can be larger than memory. Tensors belong together by name; the prefixes of
+wrappers are taken off where that makes more of them fit.
 """
 
 from __future__ import annotations
@@ -213,9 +213,7 @@ def _order(change: Change) -> tuple[int, float, float]:
     return 0, -change.rel_error, -float(change.newly_nonfinite)
 
 
-def _findings(
-    changes: Sequence[Change], one: _Side, fitted: dict[str, TensorEntry]
-) -> Iterator[ScanFinding]:
+def _findings(changes: Sequence[Change], one: _Side, fitted: dict[str, TensorEntry]) -> Iterator[ScanFinding]:
     for change in changes:
         entry = fitted.get(change.tensor) or one.tensors[change.tensor]
         if change.kind == "nonfinite":

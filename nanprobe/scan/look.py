@@ -96,9 +96,7 @@ class Looker:
         for piece in entry.pieces:
             at = piece.start or (0,) * len(piece.shape)
             low = tuple(max(a, b) for a, b in zip(start, at, strict=True))
-            high = tuple(
-                min(a + n, b + m) for a, n, b, m in zip(start, size, at, piece.shape, strict=True)
-            )
+            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, size, at, piece.shape, strict=True))
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             inside = tuple(b - a for a, b in zip(low, high, strict=True))
@@ -131,9 +129,7 @@ class Looker:
             raw = np.concatenate(list(strided_chunks(self._files, storage, block)))
             values = decoded(raw.view(np.uint8), entry.dtype, storage.byteorder)
         if times > 1:
-            kept = tuple(
-                1 if stride == 0 else length for length, stride in zip(size, piece.strides, strict=True)
-            )
+            kept = tuple(1 if stride == 0 else length for length, stride in zip(size, piece.strides, strict=True))
             values = np.broadcast_to(values.reshape(kept), size)
         return values
 
@@ -173,9 +169,7 @@ class Looker:
         values = np.asarray(decode_blocks(self._bytes(storage, begin * block, (end - begin) * block), entry.dtype))
         return values.reshape(-1)[first - begin * elements : first - begin * elements + count]
 
-    def first(
-        self, entry: TensorEntry, wanted: Mapping[str, Callable[[Any], Any]]
-    ) -> dict[str, tuple[int, ...]]:
+    def first(self, entry: TensorEntry, wanted: Mapping[str, Callable[[Any], Any]]) -> dict[str, tuple[int, ...]]:
         """Return, for each predicate, the index of the first element for which it holds; those found nowhere miss.
 
         A predicate takes an array of decoded elements and returns a mask of its shape.
@@ -221,7 +215,7 @@ class Looker:
         return float(np.array([(at << 15) | 0x7FFF if at else 0], np.uint32).view(np.float32)[0])
 
     def dead(self, entry: TensorEntry) -> tuple[list[int], list[int]]:
-        """Return the indices of rows and of columns (dimension 0, and all others flattened) that are zero throughout."""
+        """Return the rows and the columns (dimension 0, and all others flattened) that are zero throughout."""
         rows = np.zeros(entry.shape[0], bool)
         width = math.prod(entry.shape[1:])
         columns = np.zeros(width, bool)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -356,11 +357,7 @@ def _run(runner: _Runner, tasks: Sequence[Sequence[_Unit]], workers: int) -> Ite
             running: set[Future[_Outcome]] = set()
             try:
                 while True:
-                    while len(running) < workers * _QUEUED:
-                        task = next(rest, None)
-                        if task is None:
-                            break
-                        running.add(pool.submit(runner, task))
+                    running.update(pool.submit(runner, task) for task in islice(rest, workers * _QUEUED - len(running)))
                     if not running:
                         return
                     done, running = wait(running, return_when=FIRST_COMPLETED)

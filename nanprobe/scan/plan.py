@@ -4,8 +4,8 @@ A piece of a tensor that lies in one run of memory is a *range*; the same range 
 does not (a transposed or sliced view) is a *block*, which is read through its strides. A dimension of stride zero
 repeats what it holds, so its elements are counted once and multiplied.
 
-A hostile file can describe a million overlapping views of the same bytes; the bytes that may be asked of one storage are
-therefore bounded.
+A hostile file can describe a million overlapping views of the same bytes; the bytes that may be asked of one storage
+are therefore bounded.
 """
 
 from __future__ import annotations

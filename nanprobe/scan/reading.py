@@ -65,7 +65,9 @@ def read_range(files: Files, storage: Storage, start: int, into: Any) -> None:
             filled += length
         position += extent.size
     if filled < into.size:
-        raise _damage(storage.extents[0].file if storage.extents else "?", "truncated-file", "its data is not all there")
+        raise _damage(
+            storage.extents[0].file if storage.extents else "?", "truncated-file", "its data is not all there"
+        )
 
 
 def _read(files: Files, extent: Extent, begin: int, into: Any) -> None:

@@ -1,8 +1,8 @@
 """What a tensor is for, from its name, its place in the file and its type.
 
-A zero bias is normal and a zero attention weight is not; an Inf in a mask is normal and in a weight never. So every rule
-asks for the role first. Where a reader knows it from the format it has the last word; names decide otherwise. The names
-are those of PyTorch's optimizers and modules, and of the quantisation libraries (GPTQ, AWQ, bitsandbytes, FP8 exporters).
+A zero bias is normal and a zero attention weight is not; an Inf in a mask is normal and in a weight never. So every
+rule asks for the role first. Where a reader knows it from the format it has the last word; names decide otherwise. The
+names are those of PyTorch's optimizers and modules, and of the libraries that quantise (GPTQ, AWQ, bitsandbytes, FP8).
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ _SCALES = re.compile(
     r"|scale_input|zero_point|zeros|qzeros)$"
 )
 _SCALE_SIBLINGS = re.compile(r"(qweight|qzeros|quant_state|weight_packed|SCB|absmax|weight_scale|qscale)")
-_EMA = re.compile(r"(^|[._])(ema|model_ema|ema_model|ema_state_dict|state_dict_ema|ema_params|shadow_params|averaged_model"
-                  r"|swa_model|ema_weights|model_averaged)([._]|$)")  # fmt: skip
+_EMA = re.compile(
+    r"(^|[._])(ema|model_ema|ema_model|ema_state_dict|state_dict_ema|ema_params|shadow_params|averaged_model|swa_model"
+    r"|ema_weights|model_averaged)([._]|$)"
+)
 _RNG = re.compile(r"(^|[._])(\w*rng\w*|random_state\w*|cuda_random\w*|torch_random\w*)([._]|$)")
 _OPTIMIZER = re.compile(r"(^|[._])(optim\w*|opt_state\w*|base_optimizer_state|fp32_optimizer\w*)([._]|$)")
 _LEARNING_RATE = re.compile(r"(^|[._])(lr|initial_lr|learning_rate|base_lrs|_last_lr)([._]\d+)?$")

@@ -37,8 +37,8 @@ CASTS: tuple[str, ...] = tuple(fmt.name for fmt in FORMATS if fmt.name != "fp64"
 class ScanOptions:
     """What to look at and how.
 
-    ``include`` and ``exclude`` are patterns (``*``, ``?``, ``[...]``) of tensor names; a tensor is looked at when one of
-    ``include`` matches (or there is none) and none of ``exclude`` does. ``model`` holds the names and shapes of the
+    ``include`` and ``exclude`` are patterns (``*``, ``?``, ``[...]``) of tensor names; a tensor is looked at when one
+    of ``include`` matches (or there is none) and none of ``exclude`` does. ``model`` holds the names and shapes of the
     model to compare with. ``baseline`` is the path of a file of known findings. ``check_crc`` compares the CRCs of zip
     members. ``workers`` is the number of threads, None for one per processor.
     """
@@ -141,7 +141,9 @@ def _with_exit_code(report: ScanReport) -> ScanReport:
 def _nothing(paths: Sequence[str], options: ScanOptions, total: _Total) -> str:
     where = ", ".join(paths)
     if total.tensors and (options.include or options.exclude):
-        return f"nothing was scanned: none of the {total.tensors:,} tensors in {where} is left by --include and --exclude"
+        return (
+            f"nothing was scanned: none of the {total.tensors:,} tensors in {where} is left by --include and --exclude"
+        )
     return f"nothing was scanned: {where} holds no tensors"
 
 
@@ -153,9 +155,7 @@ def _scan_one(
     chosen = [entry for entry in index.tensors if _chosen(entry, options)]
     # Placeholders stand for values that lie elsewhere, and tensors of no elements hold nothing.
     held = [entry for entry in chosen if entry.layout not in ("placeholder", "meta")]
-    measured = measure(
-        held, index.storages, casts, check=options.check_crc, workers=options.workers, progress=progress
-    )
+    measured = measure(held, index.storages, casts, check=options.check_crc, workers=options.workers, progress=progress)
     tensors = [
         Tensor(
             entry=entry,
@@ -178,9 +178,8 @@ def _scan_one(
         total.rows.extend(
             _skipped_row(entry, "saved without values") for entry in chosen if entry.layout in ("placeholder", "meta")
         )
-    if any(tensor.tally is not None for tensor in tensors) or index.scalars:
-        total.said = True
-    elif any(finding.severity != "note" for finding in findings):
+    counted = any(tensor.tally is not None for tensor in tensors)
+    if counted or index.scalars or any(finding.severity != "note" for finding in findings):
         total.said = True
 
 

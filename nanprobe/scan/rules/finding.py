@@ -11,8 +11,8 @@ from nanprobe.scan_records import ScanFinding
 __all__ = ["REMEDIES", "counted", "file_finding", "tensor_finding"]
 
 REMEDIES: Mapping[str, str] = {
-    "nonfinite-weight": "go back to the last checkpoint without it; replay the step after that one to see where it came from",
-    "nonfinite-optimizer-state": "reset this state or go back to an earlier checkpoint; resuming spreads it to the weights",
+    "nonfinite-weight": "go back to the last checkpoint without it; replay the step after that one to see its origin",
+    "nonfinite-optimizer-state": "reset this state or go back to an earlier checkpoint: resuming spreads it to weights",
     "negative-second-moment": "its square root is NaN: reset this state or go back to an earlier checkpoint",
     "zero-second-moment": "keep second moments in FP32: the update divides by eps alone there",
     "step-stalled": "keep the counter in FP32 or as an integer; bias correction depends on it",
@@ -46,7 +46,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 def counted(tensor: Tensor, **more: Any) -> dict[str, Any]:
-    """Return the evidence of a finding about a tensor: its elements, what is given, and its raw key where it has one."""
+    """Return the evidence of a finding about a tensor: its elements, what is given, and its raw key if it has one."""
     evidence: dict[str, Any] = {"elements": tensor.entry.elements}
     evidence.update((key, value) for key, value in more.items() if value is not None)
     if tensor.entry.key is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from nanprobe.nearest import nearest
 from nanprobe.scan.names import fitting_prefixes
 from nanprobe.scan.rules.finding import counted, file_finding, tensor_finding
-from nanprobe.scan.subject import Subject, Tensor
+from nanprobe.scan.subject import Subject
 from nanprobe.scan_records import ScanFinding
 
 __all__ = ["ModelShape", "judge_model"]
@@ -37,7 +37,9 @@ def judge_model(subject: Subject, model: ModelShape) -> Iterator[ScanFinding]:
         if name not in model:
             close = nearest(name, [key for key in model if key not in fitted])
             hint = f"; the model has {close}" if close else ""
-            yield tensor_finding(tensor, "unexpected-key", "warning", f"the model has no such tensor{hint}", counted(tensor))
+            yield tensor_finding(
+                tensor, "unexpected-key", "warning", f"the model has no such tensor{hint}", counted(tensor)
+            )
 
 
 def _missing(subject: Subject, name: str, shape: tuple[int, ...], there: Sequence[str]) -> ScanFinding:

@@ -33,7 +33,11 @@ def judge_moment(tensor: Tensor, looks: Looks) -> Iterator[ScanFinding]:
         message = f"{state or 'this state'} holds {kinds_of(tally)}: {share_of(tally.nonfinite, tally.elements)}{at}"
         yield tensor_finding(tensor, "nonfinite-optimizer-state", "error", message, evidence)
     if state in SECOND_MOMENTS and tally.low is not None and tally.low < 0:
-        count = looks.count(tensor.entry, lambda values: (values < 0) & np.isfinite(values)) if looks.can(tensor.entry) else None
+        count = (
+            looks.count(tensor.entry, lambda values: (values < 0) & np.isfinite(values))
+            if looks.can(tensor.entry)
+            else None
+        )
         first = looks.first(tensor.entry, {"bad": lambda values: (values < 0) & np.isfinite(values)}).get("bad")
         evidence = counted(
             tensor, count=count, min=tally.low, absmax=tally.absmax, first_index=None if first is None else list(first)
@@ -43,7 +47,9 @@ def judge_moment(tensor: Tensor, looks: Looks) -> Iterator[ScanFinding]:
         yield tensor_finding(tensor, "negative-second-moment", "error", message, evidence)
     if tensor.entry.dtype in ("float16", "bfloat16"):
         second = state in SECOND_MOMENTS
-        why = "squares below 6e-8 become zero" if tensor.entry.dtype == "float16" and second else "small updates are lost"
+        why = (
+            "squares below 6e-8 become zero" if tensor.entry.dtype == "float16" and second else "small updates are lost"
+        )
         evidence = counted(tensor, format=tensor.entry.dtype, absmax=tally.absmax)
         message = f"{state or 'this state'} is kept in {tensor.entry.dtype}, where {why}"
         yield tensor_finding(
@@ -112,15 +118,13 @@ def _value(tensor: Tensor) -> float | None:
     return tally.high if tally is not None and tally.low == tally.high and not tally.nonfinite else None
 
 
-def _step(
-    tensor: Tensor, moving: set[tuple[str, str]], known: dict[str, Counter[float]]
-) -> Iterator[ScanFinding]:
+def _step(tensor: Tensor, moving: set[tuple[str, str]], known: dict[str, Counter[float]]) -> Iterator[ScanFinding]:
     tally = tensor.tally
     assert tally is not None
     if tally.nonfinite:
         evidence = counted(tensor, nan=tally.nan, posinf=tally.posinf, neginf=tally.neginf, count=tally.nonfinite)
-        message = f"the step counter is {kinds_of(tally).split(' ')[-1]}"
-        yield tensor_finding(tensor, "nonfinite-optimizer-state", "error", message, evidence)
+        said = f"the step counter is {kinds_of(tally).split(' ')[-1]}"
+        yield tensor_finding(tensor, "nonfinite-optimizer-state", "error", said, evidence)
         return
     value = _value(tensor)
     if value is None:
@@ -128,7 +132,7 @@ def _step(
     evidence = counted(tensor, value=value)
     form = by_dtype(tensor.entry.dtype)
     common = known[tensor.entry.file].most_common(1)[0][0]
-    message = None
+    message: str | None = None
     if form is not None and value >= form.integer_limit:
         evidence["format"] = form.name
         message = f"the step counter has reached {value:g}, where {form.name} can no longer add 1"
@@ -152,10 +156,14 @@ def _plain_steps(scalars: Sequence[Scalar], moving: set[tuple[str, str]]) -> Ite
     for scalar, value in numbers:
         usual = common[scalar.file].most_common(1)[0][0]
         owner = (scalar.file, scalar.of or scalar.name.rpartition(".")[0])
-        message = None
+        message: str | None = None
         if not np.isfinite(value):
             yield file_finding(
-                scalar.file, "nonfinite-scalar", "error", f"{scalar.name} is {value}", {"key": scalar.name, "value": value}
+                scalar.file,
+                "nonfinite-scalar",
+                "error",
+                f"{scalar.name} is {value}",
+                {"key": scalar.name, "value": value},
             )
         elif value == 0 and owner in moving:
             message = f"{scalar.name} is 0, but the moments beside it are not zero"

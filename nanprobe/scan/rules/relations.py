@@ -29,7 +29,9 @@ _ALWAYS_TIED = (
 )
 """Encoder-decoder models keep one table under several names, whatever their configuration says."""
 
-_EMA_PREFIX = re.compile(r"(^|[._])(ema|model_ema|ema_model|ema_state_dict|state_dict_ema|ema_params|averaged_model|swa_model|ema_weights)([._]|$)")
+_EMA_PREFIX = re.compile(
+    r"(^|[._])(ema|model_ema|ema_model|ema_state_dict|state_dict_ema|ema_params|averaged_model|swa_model|ema_weights)([._]|$)"
+)
 _WRAPPER = re.compile(r"^(module|model|state_dict|shadow|net|online_model)\.")
 
 WASTE_FROM = 1 << 16
@@ -138,13 +140,14 @@ def _plain(name: str) -> str:
 
 def _average(average: Tensor, own: Tensor) -> Iterator[ScanFinding]:
     if average.entry.shape != own.entry.shape:
-        message = f"the average has the shape {list(average.entry.shape)}, the model's tensor {list(own.entry.shape)}"
-        yield tensor_finding(average, "ema-mismatch", "warning", message, counted(average, other=own.name))
+        shapes = f"{list(average.entry.shape)}, the model's tensor {list(own.entry.shape)}"
+        evidence = counted(average, other=own.name)
+        yield tensor_finding(average, "ema-mismatch", "warning", f"the average has the shape {shapes}", evidence)
         return
     mine, theirs = average.tally, own.tally
     if mine is None or theirs is None:
         return
-    message = None
+    message: str | None = None
     severity = "warning"
     if mine.nonfinite and not theirs.nonfinite:
         message = "the average is not finite and the model is: an average that once saw a NaN keeps it for good"
@@ -202,6 +205,8 @@ def judge_declared_type(subject: Subject) -> Iterator[ScanFinding]:
     says = str(declared[0].value).removeprefix("torch.")
     stored, elements = weights.most_common(1)[0]
     if says in ("float32", "float16", "bfloat16") and says != stored:
-        message = f"the configuration says {says}, and {elements:,} of {weights.total():,} elements are stored as {stored}"
+        message = (
+            f"the configuration says {says}, and {elements:,} of {weights.total():,} elements are stored as {stored}"
+        )
         evidence = {"count": elements, "elements": weights.total(), "format": stored, "declared": says}
         yield file_finding(declared[0].file, "dtype-mismatch", "warning", message, evidence)

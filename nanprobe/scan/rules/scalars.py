@@ -67,7 +67,9 @@ def _rate(file: str, key: str, value: float, stepping: bool) -> Iterator[ScanFin
     if not math.isfinite(value):
         yield file_finding(file, "nonfinite-scalar", "error", f"the learning rate {key} is {value}", evidence)
     elif value < 0:
-        yield file_finding(file, "learning-rate", "warning", f"the learning rate {key} is negative: {value:g}", evidence)
+        yield file_finding(
+            file, "learning-rate", "warning", f"the learning rate {key} is negative: {value:g}", evidence
+        )
     elif value == 0:
         severity = "note" if stepping else "warning"
         why = "a schedule at its start or its end" if stepping else "nothing is learned, and there is no schedule"
@@ -174,6 +176,8 @@ def _absent(subject: Subject) -> Iterator[ScanFinding]:
     if not asked and not half:
         return
     why = f"{asked[0].name} is true" if asked else "the weights are in fp16"
-    message = f"{why} and the optimizer's state is there, but no loss scale: resuming starts at the scaler's initial one"
+    message = (
+        f"{why} and the optimizer's state is there, but no loss scale: resuming starts at the scaler's initial one"
+    )
     file = asked[0].file if asked else moments[0].entry.file
     yield file_finding(file, "loss-scale-absent", "warning", message, {"moments": len(moments)})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ NEAR = 0.5
 """Share of a format's largest value from which on a tensor is near the limit: one doubling overflows."""
 
 OUTLIER_RATIO = 100.0
-"""Largest magnitude over the 99.9 per cent quantile. Trained language models reach about 40, a flipped exponent bit 1e4."""
+"""Largest magnitude over the 99.9 per cent quantile: trained language models reach about 40, a flipped bit 1e4."""
 
 OUTLIER_FROM = 256
 """Elements from which on a quantile of 99.9 per cent says something about the others."""
@@ -41,8 +41,10 @@ OUTLIER_FROM = 256
 _CANDIDATE = 30.0
 _SMALLEST_MATRIX = 4
 
-_NORM = re.compile(r"(^|[._])(\w*norm\w*|ln\w*|bn\w*|batch_?norm\w*|layer_?norm\w*|gn\d*|gamma|beta|layer_?scale\w*|ls\d+)([._]|$)",
-                   re.IGNORECASE)  # fmt: skip
+_NORM = re.compile(
+    r"(^|[._])(\w*norm\w*|ln\w*|bn\w*|gn\d*|gamma|beta|layer_?scale\w*|ls\d+)([._]|$)",
+    re.IGNORECASE,
+)
 _BIAS = re.compile(r"(^|[._])(\w*bias\w*|b)$")
 _BORN_ZERO = re.compile(
     r"lora_B|lora_embedding_B|lora_up|lora\.up|hada_w2_a|lokr_w2|zero_conv|zero_module|controlnet_\w*block"
@@ -51,7 +53,9 @@ _BORN_ZERO = re.compile(
 )
 """Weights that are zero when training starts, by design."""
 
-_EMBEDDING = re.compile(r"embed|wte|wpe|word_emb|tok_emb|lm_head|embed_out|output_projection|^output\.weight", re.IGNORECASE)
+_EMBEDDING = re.compile(
+    r"embed|wte|wpe|word_emb|tok_emb|lm_head|embed_out|output_projection|^output\.weight", re.IGNORECASE
+)
 _SCALAR_WEIGHT = re.compile(r"(scale|weight|bias|gamma|beta|alpha|temperature)$")
 
 
@@ -150,17 +154,21 @@ def _casts(tensor: Tensor, tally: Tally, casts: Sequence[str], looks: Looks) -> 
             limit = cast.overflow_threshold
             first = looks.first(
                 tensor.entry,
-                {"bad": lambda values, limit=limit: (np.abs(values) >= limit) & np.isfinite(values)},
+                {"bad": _reaches(limit)},
             ).get("bad")
             evidence = counted(
                 tensor, format=name, count=over, absmax=tally.absmax, limit=cast.max,
                 first_index=None if first is None else list(first),
             )  # fmt: skip
-            message = f"{share_of(over, tally.elements)} overflow in {name}: up to {tally.absmax:.5g}, limit {cast.max:.5g}"
+            message = (
+                f"{share_of(over, tally.elements)} overflow in {name}: up to {tally.absmax:.5g}, limit {cast.max:.5g}"
+            )
             yield tensor_finding(tensor, "cast-overflow", "warning", message, evidence)
         elif tally.absmax is not None and _near(tensor, tally.absmax, cast.max):
             evidence = counted(tensor, format=name, absmax=tally.absmax, limit=cast.max)
-            message = f"its largest magnitude, {tally.absmax:.5g}, is {tally.absmax / cast.max:.0%} of what {name} can hold"
+            message = (
+                f"its largest magnitude, {tally.absmax:.5g}, is {tally.absmax / cast.max:.0%} of what {name} can hold"
+            )
             yield tensor_finding(tensor, "near-limit", "warning", message, evidence)
         if under:
             nonzero = tally.finite - tally.zero
@@ -170,12 +178,22 @@ def _casts(tensor: Tensor, tally: Tally, casts: Sequence[str], looks: Looks) -> 
             if severity == "warning":
                 first = looks.first(
                     tensor.entry,
-                    {"bad": lambda values, limit=limit: (np.abs(values) <= limit) & (values != 0)},
+                    {"bad": _flushed(limit)},
                 ).get("bad")
                 if first is not None:
                     evidence["first_index"] = list(first)
             message = f"{share_of(under, tally.elements)} become zero in {name}: at most {limit:.3g} in magnitude"
             yield tensor_finding(tensor, "cast-underflow", severity, message, evidence)
+
+
+def _reaches(limit: float) -> Callable[[Any], Any]:
+    """Return a predicate: finite and at least ``limit`` in magnitude."""
+    return lambda values: (np.abs(values) >= limit) & np.isfinite(values)
+
+
+def _flushed(limit: float) -> Callable[[Any], Any]:
+    """Return a predicate: not zero and at most ``limit`` in magnitude."""
+    return lambda values: (np.abs(values) <= limit) & (values != 0)
 
 
 def _near(tensor: Tensor, absmax: float, limit: float) -> bool:
