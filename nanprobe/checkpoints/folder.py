@@ -64,11 +64,14 @@ class _Folder:
     part: Part = field(default_factory=Part)
     taken: set[str] = field(default_factory=set)
     kinds: list[str] = field(default_factory=list)
+    layout: str = ""
 
-    def take(self, part: Part, kind: str | None = None) -> None:
-        """Take over what a layout's reader found."""
+    def take(self, part: Part, *, whole: bool = False) -> None:
+        """Take over what a layout's reader found; ``whole`` when the layout is that of the folder itself."""
         self.part.merge(part)
-        self.kinds.append(kind or part.kind)
+        self.kinds.append(part.kind)
+        if whole and not self.layout:
+            self.layout = part.kind
 
 
 def read_folder(path: str, read: Read, *, depth: int = 0, seen: frozenset[str] = frozenset()) -> Part:
@@ -108,11 +111,9 @@ def _kind(folder: _Folder) -> str:
         return "diffusers"
     if "weights" in listing.folders and "context" in listing.folders:
         return "nemo"
-    layouts = [kind for kind in dict.fromkeys(folder.kinds) if kind != "file"]
-    if len(layouts) == 1:
-        return layouts[0]
-    if len(folder.part.files) == 1 and not layouts:
-        return folder.part.files[0].kind
+    kinds = set(folder.kinds)
+    if folder.layout or len(kinds) == 1:
+        return folder.layout or kinds.pop()
     return "folder" if folder.part.files or folder.part.problems else ""
 
 
@@ -127,7 +128,7 @@ def _whole_layouts(folder: _Folder) -> None:
         if is_torch_dist(listing):
             finish_torch_dist(listing, part)
             folder.taken.add("metadata.json")
-        folder.take(part)
+        folder.take(part, whole=True)
     elif any(name.endswith(".distcp") for name in names):
         part = Part(kind="dcp")
         part.problem(
@@ -139,24 +140,24 @@ def _whole_layouts(folder: _Folder) -> None:
             if name.endswith(".distcp"):
                 folder.taken.add(name)
                 part.skip(listing.path(name), "without .metadata it cannot be told what it holds")
-        folder.take(part)
+        folder.take(part, whole=True)
     if POINTER in names:
-        folder.take(read_megatron_root(listing, lambda path: read_folder(path, read, depth=1)))
+        folder.take(read_megatron_root(listing, lambda path: read_folder(path, read, depth=1)), whole=True)
         folder.taken.add(POINTER)
         folder.taken.update(listing.folders)
     elif is_legacy_megatron(listing):
-        folder.take(read_legacy_megatron(listing, read))
+        folder.take(read_legacy_megatron(listing, read), whole=True)
         folder.taken.update(listing.folders)
     if is_universal(listing) and _holds_parameters(listing):
-        folder.take(read_universal(listing, read))
+        folder.take(read_universal(listing, read), whole=True)
         folder.taken.update(names)
         folder.taken.add("zero")
     elif is_deepspeed_tag(listing):
-        folder.take(read_deepspeed_tag(listing, read))
+        folder.take(read_deepspeed_tag(listing, read), whole=True)
         folder.taken.update(names)
     for pointer in ("latest", "latest_universal"):
         if pointer in names and (pointer == "latest" or "latest" not in names):
-            folder.take(read_deepspeed_root(listing, pointer, read))
+            folder.take(read_deepspeed_root(listing, pointer, read), whole=True)
             folder.taken.update(name for name in listing.folders if name.startswith(("global_step", "step")))
             folder.taken.update(_tags(folder))
         if pointer in names:
@@ -288,13 +289,13 @@ def _single_file(folder: _Folder, name: str) -> None:
         try:
             index = folder.read(path)
             folder.part.add_file(index)
-            folder.kinds.append("file")
+            folder.kinds.append(index.kind)
             if index.kind == "onnx":
                 folder.taken.update(os.path.relpath(file, folder.listing.folder) for file in external_files(index))
         except Damage as damage:
             folder.part.note_file(path, found.kind)
             folder.part.problems.append(damage.problem)
-            folder.kinds.append("file")
+            folder.kinds.append(found.kind)
         except UsageError:
             _unreadable(folder, path, suffix)
         return
@@ -317,11 +318,11 @@ def _unscanned(folder: _Folder, path: str, suffix: str, found: Sniffed) -> None:
     if suffix in CHECKPOINT_SUFFIXES and found.rule != "not-scanned":
         folder.part.note_file(path, found.kind or "unknown")
         folder.part.problem(found.rule, found.message, path)
-        folder.kinds.append("file")
+        folder.kinds.append(found.kind or "unknown")
     elif suffix in CHECKPOINT_SUFFIXES or found.rule == "not-scanned":
         folder.part.note_file(path, found.kind)
         folder.part.problem(found.rule, found.message, path, severity="warning")
-        folder.kinds.append("file")
+        folder.kinds.append(found.kind)
     else:
         folder.part.skip(path, text_reason(os.path.basename(path)) or found.message or "of no checkpoint format")
 
@@ -330,7 +331,7 @@ def _strange(folder: _Folder, name: str, reason: str) -> None:
     path = folder.listing.path(name)
     if os.path.splitext(name)[1].lower() in CHECKPOINT_SUFFIXES | {".distcp"}:
         folder.part.problem("missing-shard", reason, path)
-        folder.kinds.append("file")
+        folder.kinds.append("unknown")
     else:
         folder.part.skip(path, reason)
 

@@ -90,7 +90,9 @@ def read_megatron_root(listing: Listing, read_folder: Callable[[str], Part]) -> 
         if name != chosen:
             part.skip(listing.path(name), "another save" if name in saves else "a folder outside Megatron's layout")
     if chosen is not None:
-        part.merge(read_folder(listing.path(chosen)))
+        found = read_folder(listing.path(chosen))
+        part.kind = found.kind or part.kind
+        part.merge(found)
     return part
 
 

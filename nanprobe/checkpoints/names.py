@@ -65,9 +65,8 @@ def name_tensors(part: Part) -> None:
             if entry.key is None and entry.role is None:
                 named[number] = _placed(entry, number, prefix, scope)
         optimizers.extend(scope.optimizers.values())
-    parameters = _parameters(part, named)
     for optimizer in optimizers:
-        _name_states(optimizer, part, named, parameters)
+        _name_states(optimizer, part, named, _parameters(part, named, optimizer.file))
     known = {entry.name for number, entry in named.items() if entry.role is None}
     known |= {entry.of for entry in part.tensors if entry.of is not None}
     for number, entry in list(named.items()):
@@ -257,13 +256,27 @@ def _copied(entry: TensorEntry, known: set[str]) -> str | None:
     return None
 
 
-def _parameters(part: Part, named: Mapping[int, TensorEntry]) -> tuple[list[Candidate], bool]:
-    """Return name and shape of the model's parameters, and whether they stand in the model's order."""
+def _parameters(part: Part, named: Mapping[int, TensorEntry], file: str) -> tuple[list[Candidate], bool]:
+    """Return name and shape of the parameters that the optimizer in ``file`` may hold, and whether in order.
+
+    They are the model's in the same file, or, when that holds none, in the files of the same folder.
+    """
+    own = [number for number, entry in enumerate(part.tensors) if entry.file == file]
+    found = _candidates(part, named, own)
+    if found[0]:
+        return found
+    folder = os.path.dirname(file)
+    return _candidates(
+        part, named, [number for number, entry in enumerate(part.tensors) if os.path.dirname(entry.file) == folder]
+    )
+
+
+def _candidates(part: Part, named: Mapping[int, TensorEntry], numbers: list[int]) -> tuple[list[Candidate], bool]:
     found: dict[str, tuple[int, ...]] = {}
     storages: set[tuple[Any, ...]] = set()
     ordered = True
-    for number, original in enumerate(part.tensors):
-        entry = named.get(number, original)
+    for number in numbers:
+        entry = named.get(number, part.tensors[number])
         if entry.role is not None or entry.name.rpartition(".")[2] in _BUFFERS or not _floating(entry.dtype):
             continue
         if entry.path and isinstance(entry.path[0], str) and entry.path[0].lower().startswith(("optim", "callback")):

@@ -48,52 +48,85 @@ def names_of_ids(
         return names
     if all(isinstance(key, str) for key in flat):
         return {key: str(key) for key in flat}
-    ways: list[dict[Hashable, str]] = []
-    if ordered and len(flat) == len(parameters):
-        for order in (_sequential(ids, parameters), _by_decay(groups, ids, parameters)):
-            if order is not None and _fits(order, shapes) and _named(order) not in ways:
-                ways.append(_named(order))
-    if len(ways) == 1:
-        return ways[0]
+    if ordered:
+        return _agreed(
+            [
+                _embedded([(flat, list(parameters))], shapes),
+                _embedded(_by_decay(groups, ids, parameters), shapes),
+            ]
+        )
     return _unique_shapes(flat, shapes, parameters)
 
 
-Order = list[tuple[Hashable, Candidate]]
+Runs = list[tuple[list[Hashable], list[Candidate]]]
+"""Numbers and the parameters that they are among, both in order."""
 
 
-def _named(order: Order) -> dict[Hashable, str]:
-    return {key: name for key, (name, _) in order}
+def _agreed(ways: Sequence[dict[Hashable, str] | None]) -> dict[Hashable, str]:
+    """Return what all ways that are possible say alike."""
+    possible = [way for way in ways if way is not None]
+    if not possible:
+        return {}
+    first = possible[0]
+    return {key: name for key, name in first.items() if all(way.get(key) == name for way in possible[1:])}
 
 
-def _fits(order: Order, shapes: Mapping[Hashable, Shape]) -> bool:
-    known = [(shapes[key], shape) for key, (_, shape) in order if key in shapes]
-    return bool(known) and all(left == right for left, right in known)
+def _embedded(runs: Runs, shapes: Mapping[Hashable, Shape]) -> dict[Hashable, str] | None:
+    """Return the names of the numbers that can stand for one parameter only, None when the shapes do not fit.
+
+    Between the numbered parameters the model may hold others (buffers, frozen ones). Every way to pair them in order
+    lies between the pairing that takes each as early as possible and the one that takes each as late as possible;
+    where these two agree, all do.
+    """
+    if not runs or not any(key in shapes for ids, _ in runs for key in ids):
+        return None
+    names: dict[Hashable, str] = {}
+    for ids, candidates in runs:
+        early = _earliest(ids, candidates, shapes)
+        late = _earliest(ids[::-1], candidates[::-1], shapes)
+        if early is None or late is None:
+            return None
+        last = len(candidates) - 1
+        for key, first, second in zip(ids, early, reversed(late), strict=True):
+            if first == last - second:
+                names[key] = candidates[first][0]
+    return names
 
 
-def _sequential(ids: list[list[Hashable]], parameters: Sequence[Candidate]) -> Order:
-    """Pair numbers and parameters in order, one group after the other."""
-    return list(zip((key for group in ids for key in group), parameters, strict=True))
+def _earliest(
+    ids: Sequence[Hashable], candidates: Sequence[Candidate], shapes: Mapping[Hashable, Shape]
+) -> list[int] | None:
+    """Return the first possible position for each number in turn, None when one finds no place."""
+    places: list[int] = []
+    at = 0
+    for key in ids:
+        shape = shapes.get(key)
+        while at < len(candidates) and shape is not None and candidates[at][1] != shape:
+            at += 1
+        if at >= len(candidates):
+            return None
+        places.append(at)
+        at += 1
+    return places
 
 
-def _by_decay(groups: Groups, ids: list[list[Hashable]], parameters: Sequence[Candidate]) -> Order | None:
+def _by_decay(groups: Groups, ids: list[list[Hashable]], parameters: Sequence[Candidate]) -> Runs:
     """Pair them as trainers do that exempt vectors (biases, norms) from weight decay by a group of their own."""
     if len(ids) != 2:
-        return None
+        return []
     decay = [mapping(group).get("weight_decay") for group in groups]
     matrices = [item for item in parameters if len(item[1]) > 1]
     vectors = [item for item in parameters if len(item[1]) <= 1]
-    first, second = (vectors, matrices) if decay[0] == 0 and decay[1] != 0 else (matrices, vectors)
-    if len(first) != len(ids[0]) or len(second) != len(ids[1]):
-        return None
-    return [*zip(ids[0], first, strict=True), *zip(ids[1], second, strict=True)]
+    swapped = decay[0] == 0 and decay[1] != 0
+    return [(ids[0], vectors), (ids[1], matrices)] if swapped else [(ids[0], matrices), (ids[1], vectors)]
 
 
 def _unique_shapes(
     flat: list[Hashable], shapes: Mapping[Hashable, Shape], parameters: Sequence[Candidate]
 ) -> dict[Hashable, str]:
-    """Pair those whose shape is that of one number and of one parameter only."""
+    """Pair those whose shape is that of one number and of one parameter only, where no order helps."""
     held = Counter(shapes[key] for key in flat if key in shapes)
-    if len(flat) != len(parameters) or sum(held.values()) < len(flat):
+    if len(flat) > len(parameters) or sum(held.values()) < len(flat):
         return {}
     there = Counter(shape for _, shape in parameters)
     owner = {shape: name for name, shape in parameters if there[shape] == 1}
