@@ -7,12 +7,12 @@ Source: megatron/core/dist_checkpointing and megatron/training/checkpointing.py 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
 from typing import Any
 
+from nanprobe.checkpoints.json_text import parse_json
 from nanprobe.checkpoints.listing import Listing, list_folder
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import Damage, FileIndex
@@ -70,8 +70,8 @@ def finish_torch_dist(listing: Listing, part: Part) -> None:
 def _json(path: str) -> Any:
     try:
         with Window(path) as window:
-            return json.loads(window.head(_MAX_JSON))
-    except (OSError, ValueError, RecursionError, Damage):
+            return parse_json(window.head(_MAX_JSON))
+    except (OSError, ValueError, Damage):
         return None
 
 

@@ -6,37 +6,21 @@ short by so many bytes, zeroed, overlapping, of an unknown type. Format: the REA
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
 
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import SAFETENSORS, nbytes
+from nanprobe.checkpoints.json_text import DuplicateKey, TooLarge, parse_json
 from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.strides import contiguous_strides
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["MAX_HEADER", "index_safetensors", "strict_pairs"]
+__all__ = ["MAX_HEADER", "index_safetensors"]
 
 MAX_HEADER = 100_000_000
 """Largest header in bytes, the format's own limit."""
-
-
-class _DuplicateKey(ValueError):
-    """A JSON object names a key twice."""
-
-
-def strict_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and refuse one that names a key twice (for ``object_pairs_hook``)."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKey(f"it names {key[:200]!r} twice")
-            seen.add(key)
-    return made
 
 
 def index_safetensors(window: Window) -> FileIndex:
@@ -84,10 +68,10 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
             "truncated-file", f"its header claims {length:,} bytes, but the file has {window.size:,}: it was cut short"
         )
     try:
-        header = json.loads(window.read(8, length).decode("utf-8"), object_pairs_hook=strict_pairs)
-    except _DuplicateKey as error:
+        header = parse_json(window.read(8, length), strict=True)
+    except (DuplicateKey, TooLarge) as error:
         raise window.damage("corrupt-file", f"its header is damaged: {error}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise window.damage("corrupt-file", "its header is no JSON text: the file was overwritten or damaged") from None
     if not isinstance(header, dict):
         raise window.damage("corrupt-file", "its header is no JSON object")

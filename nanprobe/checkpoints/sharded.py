@@ -6,7 +6,6 @@ what the index says and what the shards hold are compared in both directions.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +13,10 @@ from typing import Any
 
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import BITS, nbytes
+from nanprobe.checkpoints.json_text import parse_json
 from nanprobe.checkpoints.locate import SHARD_NAME
 from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.records import Damage, FileIndex, Problem
-from nanprobe.checkpoints.safetensors_file import strict_pairs
 from nanprobe.checkpoints.window import Window
 
 __all__ = ["ShardIndex", "compare_index", "read_shard_index", "read_shards"]
@@ -42,8 +41,8 @@ def read_shard_index(path: str) -> ShardIndex:
         if window.size > _MAX_INDEX:
             raise window.damage("corrupt-file", f"an index of {window.size:,} bytes is not read")
         try:
-            data = json.loads(window.read(0, window.size).decode("utf-8"), object_pairs_hook=strict_pairs)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(window.read(0, window.size), strict=True)
+        except ValueError as error:
             raise window.damage("corrupt-file", f"the shard index is no JSON text: {str(error)[:200]}") from None
         weight_map = data.get("weight_map") if isinstance(data, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
+from nanprobe.checkpoints.json_text import TooLarge, parse_json
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import Damage, Scalar
 from nanprobe.checkpoints.window import Window
 
 __all__ = ["is_json_state", "read_json_state", "text_reason"]
 
-_MAX_JSON = 1 << 28
+_MAX_JSON = 1 << 27
 _MAX_LOG = 200_000
 """Values of a training log that are kept; beyond them only those that are not finite."""
 
@@ -69,14 +69,17 @@ def read_json_state(path: str, part: Part) -> None:
             size = window.size
             if size > _MAX_JSON:
                 raise window.damage("not-scanned", f"a JSON file of {size:,} bytes is not read", "warning")
-            data = json.loads(window.read(0, size).decode("utf-8"))
+            data = parse_json(window.read(0, size))
     except Damage as damage:
         part.problems.append(damage.problem)
         return
     except OSError as error:
         part.problem("not-scanned", f"it cannot be read: {error.strerror or error}", path, severity="warning")
         return
-    except (ValueError, RecursionError):
+    except TooLarge as error:
+        part.problem("not-scanned", str(error), path, severity="warning", blocking=False)
+        return
+    except ValueError:
         part.problem(
             "truncated-file" if size and _starts_like_json(path) else "corrupt-file",
             "it is no complete JSON text: the save may not have finished",

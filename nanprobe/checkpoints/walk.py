@@ -19,6 +19,7 @@ MAX_DEPTH = 100
 _MAX_NAME = 4096
 _REVISITS = 10_000
 _MAX_NAMES_LENGTH = 1 << 26
+_MAX_TENSORS = 250_000
 
 
 @dataclass(slots=True)
@@ -130,11 +131,14 @@ def walk(root: Any) -> WalkResult:
         stack.append((node, path, persistent, children(node)))
 
     enter(root, (), True)
-    while stack:
+    while stack and len(result.tensors) < _MAX_TENSORS:
         node, path, persistent, rest = stack[-1]
         for keys, child, kept in rest:
             if isinstance(child, (TensorValue, dict, list, tuple, Foreign)):
                 enter(child, path + keys, persistent and kept)
+                if len(result.tensors) >= _MAX_TENSORS:
+                    result.incomplete = f"there are {_MAX_TENSORS:,} or more"
+                    break
                 if stack[-1][0] is not node or stack[-1][3] is not rest:
                     break
         else:

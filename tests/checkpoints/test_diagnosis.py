@@ -87,7 +87,8 @@ def test_a_symlink_loop(tmp_path: Path) -> None:
         (b'{"error": "not found"}', "corrupt-file", "JSON text"),
         (bytes(5000), "corrupt-file", "zero"),
         (b"some text", "corrupt-file", "no known checkpoint format"),
-        (b"GGUF\3\0\0\0", "not-scanned", "GGUF"),
+        (b"GGUF\3\0\0\0", "truncated-file", "its header claims"),
+        (b"GGUF\1\0\0\0", "not-scanned", "GGUF of version 1"),
     ],
 )
 def test_what_stands_in_a_checkpoints_place(tmp_path: Path, content: bytes, rule: str, words: str) -> None:
