@@ -74,7 +74,7 @@ def judge_values(tensor: Tensor, casts: Sequence[str], looks: Looks) -> Iterator
     if is_floating(tensor.entry.dtype) or tensor.entry.layout == "blocks":
         yield from _casts(tensor, tally, casts, looks)
         yield from _subnormal(tensor, tally, looks)
-    if role in ("weight", "ema"):
+    if role in ("weight", "ema") and not legitimate_inf(tensor, tally):
         flat = list(_constant(tensor, tally))
         yield from flat
         if not flat:
@@ -90,7 +90,8 @@ def legitimate_inf(tensor: Tensor, tally: Tally) -> bool:
     if tally.nan or tally.posinf or not tally.neginf:
         return False
     if tensor.entry.shape == ():
-        return not tensor.entry.parameter and not _SCALAR_WEIGHT.search(tensor.name)
+        named = _SCALAR_WEIGHT.search(tensor.name) is not None
+        return tensor.role.role == "buffer" or not (tensor.entry.parameter or named)
     only_zero = tally.zero == tally.finite
     return only_zero and (tally.zero > 0 or tensor.role.role == "buffer")
 
