@@ -50,6 +50,9 @@ _STEP_FOLDER = re.compile(r"(.*?)(\d{1,12})")
 
 _STEP_STEMS = re.compile(r"(?i)(?:checkpoint|ckpt|step|iter|epoch|global_?step|save)[-_=]?")
 
+_WEIGHTS = ("model", "pytorch_model", "adapter", "consolidated", "global_step", "tf_model", "flax_model", "diffusion")
+"""Beginnings of the names of files and folders with a model's weights in a trainer's folder."""
+
 _RANKED = re.compile(r"(rng_state_|random_states_|pytorch_model_fsdp_\d+_rank|pytorch_model_fsdp_rank)(\d{1,6})(\..+)")
 
 _IGNORED_FOLDERS = frozenset({".git", "__pycache__", ".cache", ".ipynb_checkpoints", "runs", "logs", "context"})
@@ -65,6 +68,7 @@ class _Folder:
     taken: set[str] = field(default_factory=set)
     kinds: list[str] = field(default_factory=list)
     layout: str = ""
+    strays: set[str] = field(default_factory=set)
 
     def take(self, part: Part, *, whole: bool = False) -> None:
         """Take over what a layout's reader found; ``whole`` when the layout is that of the folder itself."""
@@ -94,6 +98,7 @@ def read_folder(path: str, read: Read, *, depth: int = 0, seen: frozenset[str] =
             folder.part.skip(listing.path(name), "it lies too deep in the folder")
     for name, reason in listing.strange.items():
         _strange(folder, name, reason)
+    _weights_of_trainer(folder)
     folder.part.kind = _kind(folder)
     return folder.part
 
@@ -101,10 +106,10 @@ def read_folder(path: str, read: Read, *, depth: int = 0, seen: frozenset[str] =
 def _kind(folder: _Folder) -> str:
     """Return the name of the whole: a run's folder by its marks, else the layout's."""
     listing = folder.listing
-    if not folder.kinds and not folder.part.files and not folder.part.problems:
-        return ""
     if listing.has("trainer_state.json"):
         return "hf-trainer"
+    if not folder.kinds:
+        return ""
     if any(name.startswith("random_states_") for name in listing.files):
         return "accelerate"
     if listing.has("model_index.json"):
@@ -115,6 +120,18 @@ def _kind(folder: _Folder) -> str:
     if folder.layout or len(kinds) == 1:
         return folder.layout or kinds.pop()
     return "folder" if folder.part.files or folder.part.problems else ""
+
+
+def _weights_of_trainer(folder: _Folder) -> None:
+    """Note a trainer's folder that holds everything but weights."""
+    listing = folder.listing
+    names = (*listing.files, *listing.folders)
+    if listing.has("trainer_state.json") and not any(name.startswith(_WEIGHTS) for name in names):
+        folder.part.problem(
+            "missing-shard",
+            "the trainer's folder holds no file of the model's weights",
+            listing.path("model.safetensors"),
+        )
 
 
 def _whole_layouts(folder: _Folder) -> None:
@@ -219,6 +236,7 @@ def _strays(folder: _Folder, index_name: str, shards: tuple[str, ...]) -> None:
         found = SHARD_NAME.fullmatch(name)
         same = (found is not None and found[1] == stem and found[4] == suffix) or name == stem + suffix
         if same and name not in shards:
+            folder.strays.add(name)
             folder.part.problem(
                 "index-mismatch",
                 f"{index_name} does not name it: it may be left over from another save, and some loaders take it",
@@ -233,7 +251,7 @@ def _numbered(folder: _Folder) -> None:
     groups: dict[tuple[str, int, str], set[int]] = {}
     for name in folder.listing.files:
         found = SHARD_NAME.fullmatch(name)
-        if found and name not in folder.taken:
+        if found and name not in folder.taken and name not in folder.strays:
             groups.setdefault((found[1], int(found[3]), found[4]), set()).add(int(found[2]))
     for (stem, total, suffix), numbers in groups.items():
         first = 0 if 0 in numbers else 1
@@ -247,6 +265,7 @@ def _numbered(folder: _Folder) -> None:
                 count=len(absent),
             )
         folder.kinds.append("sharded")
+        folder.layout = "sharded"
 
 
 def _single_files(folder: _Folder) -> None:

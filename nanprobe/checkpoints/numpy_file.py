@@ -18,6 +18,7 @@ from nanprobe.checkpoints.numpy_values import dtype_of
 from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Piece, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.stream import stream_extent
 from nanprobe.checkpoints.strides import contiguous_strides
 from nanprobe.checkpoints.trees import sizes
 from nanprobe.checkpoints.window import Window
@@ -28,6 +29,7 @@ __all__ = ["MAGIC", "index_npy", "index_npz"]
 MAGIC = b"\x93NUMPY"
 
 _MAX_HEADER = 1 << 16
+_MAX_OBJECTS = 1 << 24
 
 
 def index_npy(window: Window) -> FileIndex:
@@ -171,11 +173,17 @@ def _header(window: Window, head: bytes) -> tuple[int, dict[Any, Any]]:
 
 def _object_names(window: Window, extent: Extent, start: int) -> tuple[str, ...]:
     """Return the classes and functions that the pickle of an object array names."""
-    if extent.encoding != "stored":
-        return ()
-    begin = extent.offset - window.base + start
     try:
-        loaded = load_pickle(PickleSource(window, start=begin, end=extent.offset - window.base + extent.length))
+        if extent.encoding == "stored":
+            begin = extent.offset - window.base
+            source = PickleSource(window, start=begin + start, end=begin + extent.length)
+        else:
+            data = b""
+            for part in stream_extent(extent, check=False):
+                data += part
+                if len(data) > _MAX_OBJECTS:
+                    break
+            source = PickleSource(None, data[start:])
+        return tuple(load_pickle(source).foreign)
     except (PickleDamage, Damage):
         return ()
-    return tuple(loaded.foreign)

@@ -78,6 +78,8 @@ def index_tar(window: Window, read: Callable[[Window, Sniffed], FileIndex | None
         problems.extend(index.problems)
         if index.tree is not None:
             trees[member.name] = index.tree
+    if not found and problems:
+        raise Damage(problems[0])
     if not found:
         raise window.damage("corrupt-file", "it is a tar archive without a checkpoint inside")
     return FileIndex(

@@ -35,6 +35,7 @@ class Member:
     size: int
     header: int
     encrypted: bool
+    raw_name: bytes
 
 
 def read_directory(window: Window) -> dict[str, Member]:
@@ -74,7 +75,8 @@ def _parse(window: Window, data: bytes, count: int, limit: int) -> dict[str, Mem
         stored, size, name_length, extra_length, comment_length = fields[8:13]
         header = fields[16]
         position += _CENTRAL.size
-        name = data[position : position + name_length].decode("utf-8" if flags & 0x800 else "cp437", "replace")
+        raw_name = data[position : position + name_length]
+        name = raw_name.decode("utf-8" if flags & 0x800 else "cp437", "replace")
         extra = data[position + name_length : position + name_length + extra_length]
         position += name_length + extra_length + comment_length
         if 0xFFFFFFFF in (stored, size, header):
@@ -83,7 +85,7 @@ def _parse(window: Window, data: bytes, count: int, limit: int) -> dict[str, Mem
             raise window.damage("corrupt-file", f"its member {name[:200]!r} reaches beyond the zip directory")
         if name in members:
             raise window.damage("corrupt-file", f"its zip directory lists {name[:200]!r} twice")
-        members[name] = Member(name, method, crc, stored, size, header, bool(flags & 1))
+        members[name] = Member(name, method, crc, stored, size, header, bool(flags & 1), raw_name)
     _refuse_overlap(window, members)
     return members
 
@@ -127,6 +129,10 @@ def resolve(window: Window, member: Member) -> Extent:
     fields = _LOCAL.unpack(window.read(member.header, _LOCAL.size))
     if fields[0] != b"PK\3\4" or fields[3] != member.method:
         raise window.damage("corrupt-file", f"the local header of its member {member.name[:200]!r} is damaged")
+    if window.read(member.header + _LOCAL.size, fields[9]) != member.raw_name:
+        raise window.damage(
+            "corrupt-file", f"the zip directory calls a member {member.name[:200]!r}, the member calls itself otherwise"
+        )
     offset = member.header + _LOCAL.size + fields[9] + fields[10]
     if offset + member.stored > window.size:
         raise window.damage("truncated-file", f"its member {member.name[:200]!r} reaches beyond the end of the file")
