@@ -94,7 +94,9 @@ def _entry(
     )
     reference = value.storage
     if reference is None:
-        return replace(entry, unreadable="it was saved without data (a meta tensor)"), None
+        meta = value.layout == "meta"
+        reason = "it was saved without data (a meta tensor)" if meta else "its storage is of a kind that is not read"
+        return replace(entry, unreadable=reason), None
     problem = failures.get(reference.key)
     storage = None
     if problem is None:

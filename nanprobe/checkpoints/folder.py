@@ -208,15 +208,16 @@ def _sharded(folder: _Folder) -> None:
         if not name.endswith(".index.json"):
             continue
         path = listing.path(name)
-        folder.taken.add(name)
         try:
-            if look(path).kind != "shard-index":
-                raise Damage(read_shard_index(path).problems[0])
             index = read_shard_index(path)
-        except (Damage, IndexError) as problem:
-            if isinstance(problem, Damage):
-                folder.part.problems.append(problem.problem)
+        except (Damage, OSError) as error:
+            if name.endswith((".safetensors.index.json", ".bin.index.json")) and isinstance(error, Damage):
+                folder.taken.add(name)
+                folder.part.note_file(path, "shard-index")
+                folder.part.problems.append(error.problem)
+                folder.kinds.append("sharded")
             continue
+        folder.taken.add(name)
         files, problems = read_shards(index, folder.read)
         kept, mismatches = compare_index(index, files)
         part = Part(kind="sharded")

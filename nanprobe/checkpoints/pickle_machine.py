@@ -252,6 +252,8 @@ class _Machine:
             if name == "builtins.getattr" and len(args) == 2 and isinstance(args[0], Global):
                 if isinstance(args[1], str) and len(args[0].name) + len(args[1]) <= self.limits.line:
                     return self.find(args[0].module, f"{args[0].name}.{args[1]}")
+            elif name == "builtins.getattr" and len(args) >= 2 and isinstance(args[1], str):
+                self.find("?", args[1])
             elif name in ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__") and args:
                 return Foreign(args[0], args[1:])
         return Foreign(callee, args)

@@ -17,7 +17,7 @@ from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Storage
 from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["index_torch_legacy", "is_torch_legacy"]
+__all__ = ["index_torch_legacy", "is_torch_legacy", "legacy_storages"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -32,24 +32,7 @@ def is_torch_legacy(head: bytes) -> bool:
 
 def index_torch_legacy(window: Window) -> FileIndex:
     """Return what the file holds; Damage when its objects cannot be read."""
-    references: dict[str, StorageRef] = {}
-
-    def persistent(identifier: Any) -> Any:
-        value = persistent_value(identifier)
-        if isinstance(value, StorageRef):
-            references.setdefault(value.key, value)
-        return value
-
-    position = 0
-    for _ in range(2):
-        position = _pickle(window, position).end
-    system = _pickle(window, position)
-    objects = _pickle(window, system.end, persistent)
-    keys = _pickle(window, objects.end)
-    if not isinstance(keys.value, list) or not all(isinstance(key, str) for key in keys.value):
-        raise window.damage("corrupt-file", "its list of storages is damaged")
-    little = not isinstance(system.value, dict) or system.value.get("little_endian") is not False
-    storages, failure = _locate_storages(window, keys.value, keys.end, references, "little" if little else "big")
+    objects, storages, failure, foreign = _read(window)
 
     def storage_of(reference: StorageRef) -> Storage:
         storage = storages.get(reference.key)
@@ -60,8 +43,46 @@ def index_torch_legacy(window: Window) -> FileIndex:
     def place(span: Span) -> Extent:
         return Extent(file=window.path, offset=window.base + span.offset, length=span.length, size=span.length)
 
-    foreign = {**objects.foreign, **keys.foreign}
-    return describe_tree(window, "torch-legacy", objects.value, foreign, storage_of, place)
+    return describe_tree(window, "torch-legacy", objects, foreign, storage_of, place)
+
+
+def legacy_storages(window: Window) -> tuple[StorageRef, dict[str, Storage], dict[str, None]]:
+    """Return the one storage that a file of a single storage holds, all by key, and the names in its pickles.
+
+    Damage when the file holds something else.
+    """
+    objects, storages, failure, foreign = _read(window)
+    if not isinstance(objects, StorageRef):
+        raise failure or window.damage("corrupt-file", "it holds no storage")
+    return objects, storages, foreign
+
+
+def _read(window: Window) -> tuple[Any, dict[str, Storage], Damage | None, dict[str, None]]:
+    """Return the objects, the storages by key, what is wrong with those that are missing, and the names."""
+    references: dict[str, StorageRef] = {}
+
+    def persistent(identifier: Any) -> Any:
+        value = persistent_value(identifier)
+        if isinstance(value, StorageRef):
+            references.setdefault(value.key, value)
+        return value
+
+    foreign: dict[str, None] = {}
+    position = 0
+    for _ in range(2):
+        start = _pickle(window, position)
+        foreign.update(start.foreign)
+        position = start.end
+    system = _pickle(window, position)
+    objects = _pickle(window, system.end, persistent)
+    keys = _pickle(window, objects.end)
+    for loaded in (system, objects, keys):
+        foreign.update(loaded.foreign)
+    if not isinstance(keys.value, list) or not all(isinstance(key, str) for key in keys.value):
+        raise window.damage("corrupt-file", "its list of storages is damaged")
+    little = not isinstance(system.value, dict) or system.value.get("little_endian") is not False
+    storages, failure = _locate_storages(window, keys.value, keys.end, references, "little" if little else "big")
+    return objects.value, storages, failure, foreign
 
 
 def _pickle(window: Window, position: int, persistent: Any = None) -> Loaded:

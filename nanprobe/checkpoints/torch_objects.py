@@ -77,6 +77,8 @@ def _dtype(value: Any) -> str | None:
 
 def _strided(args: tuple[Any, ...]) -> TensorValue:
     storage, offset, shape, strides = args[:4]
+    if isinstance(storage, Foreign):
+        return TensorValue(None, None, 0, _sizes(shape), _sizes(strides))
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
     value = TensorValue(storage.dtype, storage, _count(offset), _sizes(shape), _sizes(strides))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from nanprobe.checkpoints.records import Damage, Problem
 
-__all__ = ["Window"]
+__all__ = ["BytesWindow", "Window"]
 
 
 class Window:
@@ -21,7 +22,7 @@ class Window:
         self._owned = file is None
         # Closed by close(): the class itself is the context.
         self._file: BinaryIO = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115
-        rest = max(os.fstat(self._file.fileno()).st_size - base, 0)
+        rest = max(_length(self._file) - base, 0)
         self.size = rest if size is None else min(size, rest)
 
     def read(self, position: int, length: int) -> bytes:
@@ -70,3 +71,15 @@ class Window:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _length(file: BinaryIO) -> int:
+    return len(file.getbuffer()) if isinstance(file, io.BytesIO) else os.fstat(file.fileno()).st_size
+
+
+class BytesWindow(Window):
+    """A window of bytes in memory; ``path`` is the file that they came from. Positions are those in the bytes."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        """Take the bytes as they are."""
+        super().__init__(path, 0, len(data), io.BytesIO(data))
