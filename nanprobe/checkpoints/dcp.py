@@ -19,11 +19,11 @@ from nanprobe.checkpoints.dtypes import torch_dtype_name
 from nanprobe.checkpoints.inert import Foreign, Global
 from nanprobe.checkpoints.listing import Listing
 from nanprobe.checkpoints.parts import Part
+from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.safetensors_file import index_safetensors
-from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.torch_objects import BUILDERS
 from nanprobe.checkpoints.torch_zip import index_torch_zip
 from nanprobe.checkpoints.trees import attribute, class_of, count, mapping, sizes, text
@@ -308,7 +308,6 @@ class _Reader:
         if index is None or entry is None:
             raise Damage(_corrupt(window.path, f"there is no tensor at byte {offset:,}, where the metadata places it"))
         return entry, replace(index, problems=())
-
 
 
 def _used(entry: TensorEntry, index: FileIndex) -> dict[str, Storage]:

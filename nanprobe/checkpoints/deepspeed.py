@@ -19,8 +19,8 @@ from typing import Any
 from nanprobe.checkpoints.flat import carve, is_flat
 from nanprobe.checkpoints.listing import Listing, list_folder, natural
 from nanprobe.checkpoints.parts import Part
-from nanprobe.checkpoints.records import Damage, FileIndex, Piece, TensorEntry
 from nanprobe.checkpoints.paths import inside
+from nanprobe.checkpoints.records import Damage, FileIndex, Piece, TensorEntry
 from nanprobe.checkpoints.trees import attribute, count, mapping, sizes
 from nanprobe.checkpoints.window import Window
 
@@ -401,6 +401,7 @@ class _Cutter:
         by_storage = {buffer.entry.pieces[0].storage: buffer.entry for buffer in buffers}
         for name, (shape, pieces) in made.items():
             entry = by_storage[pieces[0].storage] if pieces else first
+            elements = math.prod(shape)
             held = sum(math.prod(piece.shape) for piece in pieces)
             self.part.tensors.append(
                 TensorEntry(
@@ -413,8 +414,8 @@ class _Cutter:
                     role="weight" if what == "fp32" else what,
                     key=entry.name,
                     of=name,
-                    missing=math.prod(shape) - held,
-                    unreadable="none of its parts is there" if not pieces and math.prod(shape) else None,
+                    missing=elements - held,
+                    unreadable="none of its parts is there" if not pieces and elements else None,
                 )
             )
 

@@ -45,7 +45,10 @@ def flat_blocks(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tupl
 def is_flat(entry: TensorEntry) -> bool:
     """Return whether the tensor is one readable run of elements."""
     return (
-        entry.unreadable is None and len(entry.shape) == 1 and len(entry.pieces) == 1 and entry.pieces[0].strides == (1,)
+        entry.unreadable is None
+        and len(entry.shape) == 1
+        and len(entry.pieces) == 1
+        and entry.pieces[0].strides == (1,)
     )
 
 

@@ -15,7 +15,7 @@ from nanprobe.checkpoints.cursor import Cursor
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import nbytes
 from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
-from nanprobe.checkpoints.strides import contiguous_strides
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.window import Window
 
 __all__ = ["index_gguf"]
@@ -172,9 +172,7 @@ def _index(
             if message == MISSING_EXTRA:
                 undecoded += 1
             else:
-                problems.append(
-                    Problem(rule=rule, severity=severity, message=message, file=window.path, tensor=name)
-                )
+                problems.append(Problem(rule=rule, severity=severity, message=message, file=window.path, tensor=name))
             entry = replace(entry, unreadable=message)
             if size:
                 spans.append((offset, offset + size, name))
@@ -214,7 +212,7 @@ def _fault(
 ) -> tuple[tuple[str, str, str] | None, int]:
     """Return (rule, severity, message) of what is wrong with a tensor, None when it is good; and its bytes."""
     elements = math.prod(entry.shape)
-    if elements >= 1 << 60:
+    if impossible(entry.shape):
         return ("corrupt-file", "error", f"its shape {list(entry.shape)} is impossible"), 0
     if entry.layout == "blocks":
         per, size = BLOCKS[entry.dtype]

@@ -26,6 +26,7 @@ from nanprobe.errors import UsageError
 
 __all__ = ["READERS", "index_checkpoint", "index_file", "index_weights"]
 
+
 def _inside_tar(window: Window, found: Sniffed) -> FileIndex | None:
     """Return what a member of an archive holds, None when it is no checkpoint."""
     reader = _PLAIN_READERS.get(found.kind)
@@ -142,7 +143,7 @@ def _of_file(located: Located) -> Part:
 def _no_checkpoint(folder: str, part: Part) -> str:
     listed = [os.path.relpath(item.file, folder) for item in part.skipped[:3]]
     there = f" (there: {', '.join(listed)}{', ...' if len(part.skipped) > 3 else ''})" if listed else ""
-    return f"folder {folder} holds no checkpoint{there}; give a folder or a file that torch, transformers or a trainer saved"
+    return f"folder {folder} holds no checkpoint{there}: give a file or a folder that a trainer saved"
 
 
 def _finish(path: str, part: Part) -> CheckpointIndex:

@@ -59,7 +59,11 @@ def finish_torch_dist(listing: Listing, part: Part) -> None:
     backend = data.get("sharded_backend") if isinstance(data, dict) else None
     if not isinstance(backend, str):
         part.problem(
-            "corrupt-file", "it should name the format of the save, and does not", path, severity="error", blocking=False
+            "corrupt-file",
+            "it should name the format of the save, and does not",
+            path,
+            severity="error",
+            blocking=False,
         )
     elif backend != "torch_dist":
         part.problem(

@@ -35,9 +35,13 @@ WRAPPERS = (
 """Keys under which training scripts keep the model, in the order in which they are tried."""
 
 STATES = frozenset(
-    """step exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer square_avg grad_avg sum acc_delta mu_product exp_inf
-    row_var col_var prev step_size eta mu ax fp32_param master_param master exp_avg_sq_row exp_avg_sq_col exp_avg_diff
-    state1 state2 absmax1 absmax2 qmap1 qmap2 momentum variance param fp32_from_fp16""".split()
+    {
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum"),
+        *("acc_delta", "mu_product", "exp_inf", "row_var", "col_var", "prev", "step_size", "eta", "mu", "ax"),
+        *("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "momentum", "variance", "param"),
+        *("fp32_param", "master_param", "master", "fp32_from_fp16"),
+        *("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"),
+    }
 )
 """Names of optimizer states that PyTorch's and other common optimizers use."""
 
@@ -81,7 +85,9 @@ def name_tensors(part: Part) -> None:
     if renamed:
         by_name = {name: new for (_, name), new in renamed.items()}
         part.problems[:] = [
-            replace(problem, tensor=renamed.get((problem.file, problem.tensor), by_name.get(problem.tensor, problem.tensor)))
+            replace(
+                problem, tensor=renamed.get((problem.file, problem.tensor), by_name.get(problem.tensor, problem.tensor))
+            )
             if problem.tensor is not None
             else problem
             for problem in part.problems

@@ -19,7 +19,7 @@ from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.stream import stream_extent
-from nanprobe.checkpoints.strides import contiguous_strides
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.trees import sizes
 from nanprobe.checkpoints.window import Window
 from nanprobe.checkpoints.zip_directory import Member, resolve
@@ -110,7 +110,7 @@ def _array(
     """Return the array that begins with ``head`` and fills ``extent``: entry, storage, problems, names of classes."""
     start, header = _header(window, head)
     code, shape = header.get("descr"), sizes(header.get("shape"))
-    if shape is None or type(header.get("fortran_order")) is not bool:
+    if shape is None or impossible(shape) or type(header.get("fortran_order")) is not bool:
         raise window.damage("corrupt-file", "its header has no shape")
     entry = TensorEntry(name=name, path=(name,), file=window.path, dtype=str(code)[:40], shape=shape)
     if isinstance(code, str) and code.lstrip("<>|=") == "O":

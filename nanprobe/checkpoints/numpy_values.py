@@ -13,7 +13,7 @@ from typing import Any
 
 from nanprobe.checkpoints.dtypes import nbytes
 from nanprobe.checkpoints.inert import Foreign, Global, Span, StorageRef, TensorValue
-from nanprobe.checkpoints.strides import contiguous_strides
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.trees import sizes
 
 __all__ = ["NUMPY_BUILDERS", "array_value", "dtype_of", "is_array"]
@@ -104,11 +104,10 @@ def array_value(node: Foreign, number: int) -> TensorValue | None:
     known, extent, data = _dtype(dtype), sizes(shape), _raw(raw)
     if known is None or extent is None or data is None:
         return None
-    strides = contiguous_strides(extent[::-1])[::-1] if fortran is True else contiguous_strides(extent)
-    count = math.prod(extent)
-    if count >= 1 << 60:
+    if impossible(extent):
         return None
-    reference = StorageRef(f"array {number}", known[0], count, raw=data, byteorder=known[1])
+    strides = contiguous_strides(extent[::-1])[::-1] if fortran is True else contiguous_strides(extent)
+    reference = StorageRef(f"array {number}", known[0], math.prod(extent), raw=data, byteorder=known[1])
     return TensorValue(known[0], reference, 0, extent, strides)
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from nanprobe.checkpoints.cursor import Cursor
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import nbytes
-from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.paths import inside
-from nanprobe.checkpoints.strides import contiguous_strides
+from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.window import Window
 
 __all__ = ["external_files", "index_onnx", "looks_like_onnx"]
@@ -277,7 +277,7 @@ def _entry(
     if dtype is None:
         what = {8: "strings", 21: "4-bit integers", 22: "4-bit integers"}.get(found.code, "of an unknown type")
         return replace(entry, unreadable=f"its elements are {what}, which are not scanned"), None, None
-    if len(shape) > 64 or any(size >= 1 << 62 for size in shape) or math.prod(shape) >= 1 << 60:
+    if len(shape) > 64 or impossible(shape):
         return bad("corrupt-file", "its shape is impossible")
     size = nbytes(math.prod(shape), dtype)
     if found.outside:
@@ -372,9 +372,7 @@ def _varints(
     width = size // elements
     mask = (1 << 8 * width) - 1
     data = b"".join((cursor.varint() & mask).to_bytes(width, "little") for _ in range(elements))
-    extent = Extent(
-        file=window.path, offset=window.base + run[0], length=size, size=size, encoding="inline", data=data
-    )
+    extent = Extent(file=window.path, offset=window.base + run[0], length=size, size=size, encoding="inline", data=data)
     return _whole(entry, f"{window.path}@{run[0]}:{entry.name}", extent, size)
 
 

@@ -106,5 +106,3 @@ class Part:
     def skip(self, file: str, reason: str) -> None:
         """List a file that is not scanned."""
         self.skipped.append(Skipped(file=file, reason=reason))
-
-

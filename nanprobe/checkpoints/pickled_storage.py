@@ -1,7 +1,7 @@
 """Tensors in a pickle that ``torch.save`` did not write: each storage is a small legacy file in a byte string.
 
-``pickle.dump`` of a tensor calls ``torch.storage._load_from_bytes`` with the bytes of such a file, and a trusting loader
-unpickles those too. Here they are read like every other legacy file, and the names in them are noted.
+``pickle.dump`` of a tensor calls ``torch.storage._load_from_bytes`` with the bytes of such a file, and a trusting
+loader unpickles those too. Here they are read like every other legacy file, and the names in them are noted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class PickledStorages:
         extents = tuple(_inline(extent, data) for extent in storage.extents) if data is not None else storage.extents
         self.storages[key] = replace(storage, id=f"{self.window.path}@{self.window.base}:{key}", extents=extents)
         return replace(reference, key=key)
-
 
     def _decoded(self, span: Span) -> bytes:
         """Return the bytes of a long text of one character for each; Damage when that is none, or too much."""

@@ -109,18 +109,21 @@ class TensorEntry:
     ``name`` is what a report calls it: the parameter's own name where the checkpoint lets it be known (``fc.weight``
     for ``model.fc.weight``, ``fc.weight.exp_avg`` for ``optimizer.state.0.exp_avg``), else the keys of ``path``, from
     the file's root, joined with dots. ``key`` is the joined path where it differs from ``name``, else None. ``of`` is
-    the name of the parameter that a state, a copy (EMA) or a scale belongs to, None where it is not known.
-    ``dtype`` is PyTorch's name where it has one, else that of the format ("q4_0").
-    ``layout`` is "strided", "quantized" (integers that a scale belongs to), "blocks" (a block format of GGUF, decoded
-    by ``decode_blocks``), "placeholder" (of no elements on purpose: the values lie elsewhere) or "meta" (no data).
-    ``conjugate`` and ``negate`` say that the values are the conjugates or the negatives of the bytes (PyTorch saves such
-    lazy views as they are). ``persistent`` is false for a buffer that its module would not save. ``unreadable`` says why
-    the bytes cannot be read, None when they can. ``role`` is set where the format or the place in the tree decides it:
-    "weight" (a master copy of ZeRO), the state's name ("exp_avg", "step") for optimizer state, "ema", "loss-scale",
-    "rng", "callback", "scheduler", "scale" (of a quantised weight), "bytes"; None leaves the decision to whoever looks
-    at the names. ``rank`` is that of the process that wrote it, where every process writes its own. ``pieces`` may lie in
-    several files; ``file`` is that of the first. ``missing`` counts the elements that no piece covers, since a shard is
-    not there: the pieces that are can be read, and ``unreadable`` is set only when there are none.
+    the name of the parameter that a state or a copy (EMA) belongs to, None where it is not known.
+
+    ``dtype`` is PyTorch's name where it has one, else that of the format ("q4_0"). ``layout`` is "strided",
+    "quantized" (integers that a scale belongs to), "blocks" (a block format of GGUF, see ``blocks.decode_blocks``),
+    "placeholder" (of no elements on purpose: the values lie elsewhere) or "meta" (no data). ``conjugate`` and
+    ``negate`` say that the values are the conjugates or the negatives of the bytes (PyTorch saves such lazy views as
+    they are). ``persistent`` is false for a buffer that its module would not save.
+
+    ``role`` is set where the format or the place in the tree decides it: "weight" (a master copy), the state's name
+    ("exp_avg", "step") for optimizer state, "optimizer" (other tensors of an optimizer), "ema", "loss-scale",
+    "scaler", "rng", "callback", "scheduler"; None leaves the decision to whoever looks at the names. ``rank`` is that
+    of the process that wrote it, where every process writes its own.
+
+    ``pieces`` may lie in several files; ``file`` is that of the first. ``missing`` counts the elements that no piece
+    covers since a shard is not there: the pieces that are can be read. ``unreadable`` says why none can, else None.
     """
 
     name: str
@@ -164,7 +167,7 @@ class Scalar:
     - "training-args": arguments of the run (fp16, bf16); "callback": states of callbacks (a best score);
     - "rng", "other".
 
-    ``value`` is what the file says; floats may be NaN or infinite. ``step`` is the run's step that the value belongs to.
+    ``value`` is what the file says; floats may be NaN or infinite. ``step`` is the run's step that it belongs to.
     """
 
     name: str
@@ -219,7 +222,8 @@ class CheckpointIndex:
 
     ``kind`` is that of the whole ("dcp", "deepspeed", "sharded", "torch-zip"), each file has its own. ``trees`` and
     ``metadata`` are by file path. ``others`` names files of the same folder that were left aside. ``skipped`` are the
-    files that hold no tensors or cannot be scanned, with the reason. ``scalars`` are the plain values that rules look at.
+    files that hold no tensors or cannot be scanned, with the reason. ``scalars`` are the plain values that rules look
+    at.
     """
 
     path: str

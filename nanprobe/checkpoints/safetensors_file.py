@@ -14,7 +14,7 @@ from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import SAFETENSORS, nbytes
 from nanprobe.checkpoints.json_text import DuplicateKey, TooLarge, parse_json
 from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
-from nanprobe.checkpoints.strides import contiguous_strides
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.window import Window
 
 __all__ = ["MAX_HEADER", "index_safetensors"]
@@ -105,6 +105,8 @@ def _fault(
     """Return rule, severity and message of what is wrong with one entry of the header, None when it is good."""
     if code is None or shape is None or span is None:
         return "corrupt-file", "error", "its entry in the header is damaged"
+    if impossible(shape):
+        return "corrupt-file", "error", f"its shape {list(shape)} is impossible"
     if code not in SAFETENSORS:
         return "not-scanned", "warning", f"its element type {code[:40]!r} is not known"
     expected = nbytes(math.prod(shape), SAFETENSORS[code])

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from nanprobe.checkpoints.inert import Foreign, TensorValue
+from nanprobe.checkpoints.inert import Foreign
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.records import Scalar
 from nanprobe.checkpoints.walk import children, join_name
@@ -27,9 +27,12 @@ _LEFT_OUT = frozenset(
 """Keys whose values are no state of the training, or too many to look at."""
 
 _SCALER_FIELDS = frozenset(
-    """scale growth_factor backoff_factor growth_interval _growth_tracker growth_tracker hysteresis_tracker cur_scale
-    cur_iter last_overflow_iter scale_factor scale_window min_scale cur_hysteresis delayed_shift
-    consecutive_hysteresis dynamic loss_scale _loss_scale _scale unskipped""".split()
+    {
+        *("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker", "growth_tracker"),
+        *("hysteresis_tracker", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
+        *("min_scale", "cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "dynamic", "unskipped"),
+        *("loss_scale", "_loss_scale", "_scale"),
+    }
 )
 _SCALES = frozenset({"scale", "cur_scale", "_scale", "loss_scale", "_loss_scale"})
 _COUNTERS = frozenset(
@@ -80,9 +83,8 @@ def _leaves(root: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             if type(child) in (int, float, bool) or (type(child) is str and len(child) <= _MAX_TEXT):
                 found += 1
                 yield place, child
-            elif isinstance(child, (dict, list, tuple, Foreign)) and not isinstance(child, TensorValue):
-                if len(place) < _MAX_DEPTH:
-                    inner.append((place, child))
+            elif isinstance(child, (dict, list, tuple, Foreign)) and len(place) < _MAX_DEPTH:
+                inner.append((place, child))
         stack.extend(reversed(inner))
 
 
@@ -126,4 +128,8 @@ def _role(path: tuple[Any, ...], value: Any, file: str) -> str | None:
 
 
 def _is_scaler(lower: list[str]) -> bool:
-    return len(lower) >= 2 and lower[-1] in _SCALER_FIELDS and lower[-2] in ("amp", "mixedprecision", "scaler", "amp_state")
+    return (
+        len(lower) >= 2
+        and lower[-1] in _SCALER_FIELDS
+        and lower[-2] in ("amp", "mixedprecision", "scaler", "amp_state")
+    )

@@ -18,9 +18,7 @@ CHECKPOINT_SUFFIXES = frozenset(
 )
 """Suffixes that say that a file is a checkpoint."""
 
-READABLE = frozenset(
-    {"torch-zip", "torch-legacy", "safetensors", "pickle", "npy", "gguf", "onnx", "tar", "gzip"}
-)
+READABLE = frozenset({"torch-zip", "torch-legacy", "safetensors", "pickle", "npy", "gguf", "onnx", "tar", "gzip"})
 """Kinds of single files that have a reader."""
 
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")

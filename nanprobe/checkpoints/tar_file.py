@@ -1,8 +1,8 @@
 """Tar archives with checkpoints inside: NeMo's ``.nemo``, plain or compressed with gzip.
 
-Nothing is unpacked to its name: a member of a plain archive is a window of the archive's bytes, and a compressed one is
-decompressed into an anonymous temporary file first, up to a limit. Format: POSIX.1-1988 ustar with the long names of GNU
-and pax.
+Nothing is unpacked to its name: a member of a plain archive is a window of the archive's bytes, and a compressed one
+is decompressed into a temporary file first, up to a limit. Format: POSIX.1-1988 ustar with the long names of GNU and
+pax.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def index_tar(window: Window, read: Callable[[Window, Sniffed], FileIndex | None
     found = 0
     nemo = any(name.rpartition("/")[2] == "model_config.yaml" for name in names)
     for member in members:
-        if ".metadata" == member.name.rpartition("/")[2]:
+        if member.name.rpartition("/")[2] == ".metadata":
             problems.append(
                 _problem(window, "not-scanned", "it holds a distributed checkpoint: unpack it and scan the folder")
             )
@@ -131,7 +131,9 @@ def _members(window: Window) -> tuple[list[_Member], list[Problem]]:
             name = name.removeprefix("./")
             if name.startswith("/") or ".." in name.split("/"):
                 problems.append(
-                    _problem(window, "corrupt-file", f"its member {name[:200]!r} leads out of the folder of the archive")
+                    _problem(
+                        window, "corrupt-file", f"its member {name[:200]!r} leads out of the folder of the archive"
+                    )
                 )
             elif kind in (b"0", b"\0", b"7"):
                 members.append(_Member(name, at + _RECORD, size))

@@ -75,9 +75,7 @@ def inline_extent(window: Window, pickle: bytes, span: Span) -> Extent:
             data = data.decode("utf-8").encode("latin-1")
         except UnicodeError:
             raise window.damage("corrupt-file", "its bytes are no text of single-byte characters") from None
-    return Extent(
-        file=window.path, offset=window.base, length=len(data), size=len(data), encoding="inline", data=data
-    )
+    return Extent(file=window.path, offset=window.base, length=len(data), size=len(data), encoding="inline", data=data)
 
 
 def _storage(

@@ -149,6 +149,4 @@ def _config(path: str, data: dict[Any, Any], part: Part) -> None:
             if isinstance(value, dict) and len(place) < 4:
                 stack.append((place, value))
             elif _number(value) or (isinstance(value, str) and len(value) <= 200):
-                part.scalars.append(
-                    Scalar(name=".".join(place), path=place, file=path, value=value, role="config")
-                )
+                part.scalars.append(Scalar(name=".".join(place), path=place, file=path, value=value, role="config"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanprobe.checkpoints.inert import Foreign, Global
+from nanprobe.checkpoints.strides import impossible
 
 __all__ = ["attribute", "class_of", "count", "mapping", "sizes", "text"]
 
@@ -58,9 +59,11 @@ def count(value: Any) -> int | None:
 
 
 def sizes(value: Any) -> tuple[int, ...] | None:
-    """Return a shape (a tuple, a list or a ``torch.Size``) as a tuple, None when it is none."""
+    """Return a shape (a tuple, a list or a ``torch.Size``) as a tuple, None when it is none, or an impossible one."""
     if isinstance(value, Foreign) and value.class_name == "torch.Size":
         value = value.args[0] if isinstance(value.args, tuple) and value.args else ()
     if not isinstance(value, (tuple, list)) or len(value) > 64:
         return None
-    return tuple(value) if all(count(part) is not None for part in value) else None
+    if not all(count(part) is not None for part in value):
+        return None
+    return None if impossible(tuple(value)) else tuple(value)

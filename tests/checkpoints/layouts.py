@@ -236,7 +236,10 @@ def _save_deepspeed(root: Path, stage: int, world: int, fp16: bool, mappings: bo
             state["group_paddings"] = [0]
             if mappings:
                 state["param_slice_mappings"] = [
-                    {name: _object(slice_class, numel=size, start=start) for name, (start, size) in slices[rank].items()}
+                    {
+                        name: _object(slice_class, numel=size, start=start)
+                        for name, (start, size) in slices[rank].items()
+                    }
                 ]
         name = f"{'' if fp16 else 'bf16_'}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, folder / name)

@@ -15,17 +15,19 @@ from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
 from nanprobe.checkpoints.walk import walk
 from tests.checkpoints.mutation import fixtures, run
 
-CASES = 1200
+CASES = 1500
 
 
 def test_damaged_files(tmp_path: Path) -> None:
-    files = fixtures(tmp_path)
+    targets = fixtures(tmp_path)
     tracemalloc.start()
-    outcomes = run(files, CASES)
+    outcomes, kinds, _ = run(targets, CASES)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sum(outcomes.values()) == CASES
+    assert set(kinds) == {target.kind for target in targets}
     assert outcomes["problems"] + outcomes["refused"] > CASES // 5
+    assert outcomes["damaged data"]
     assert peak < 64 << 20
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import random
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from nanprobe.checkpoints import CheckpointIndex, index_checkpoint, read_storage
 from nanprobe.checkpoints.records import TensorEntry
 from tests.checkpoints import layouts
+from tests.checkpoints.handmade import ARRAY, OBJECTS
 from tests.checkpoints.make import FLAT, same, save_sharded
 
 
@@ -35,9 +35,7 @@ def value(index: CheckpointIndex, entry: TensorEntry) -> torch.Tensor:
 
 
 def values(index: CheckpointIndex, role: str | None = "any") -> dict[str, torch.Tensor]:
-    return {
-        entry.name: value(index, entry) for entry in index.tensors if role in ("any", entry.role) and entry.pieces
-    }
+    return {entry.name: value(index, entry) for entry in index.tensors if role in ("any", entry.role) and entry.pieces}
 
 
 def scalars(index: CheckpointIndex, role: str) -> dict[str, object]:
@@ -242,18 +240,6 @@ def test_two_sets_of_shards_and_parts_of_a_pipeline(tmp_path: Path) -> None:
 
 # Plain files
 
-ARRAY = np.arange(12, dtype=np.float32).reshape(3, 4)
-OBJECTS = {
-    "a": ARRAY,
-    "fortran": np.asfortranarray(ARRAY),
-    "long": np.random.default_rng(0).standard_normal((200, 90)),
-    "big": ARRAY.astype(">f8"),
-    "empty": np.zeros((0, 3)),
-    "nan": np.float64("nan"),
-    "count": np.int64(7),
-    "rng": random.Random(0).getstate(),
-}
-
 
 def check_arrays(index: CheckpointIndex) -> None:
     found = {entry.path[0]: value(index, entry) for entry in index.tensors}
@@ -361,9 +347,7 @@ def test_onnx(tmp_path: Path) -> None:
     model = helper.make_model(helper.make_graph([constant], "g", [], [], initializer=tensors))
     onnx.save(model, tmp_path / "a.onnx")
     (tmp_path / "outside").mkdir()
-    onnx.save(
-        model, tmp_path / "outside" / "b.onnx", save_as_external_data=True, location="b.data", size_threshold=0
-    )
+    onnx.save(model, tmp_path / "outside" / "b.onnx", save_as_external_data=True, location="b.data", size_threshold=0)
     for path in (tmp_path / "a.onnx", tmp_path / "outside" / "b.onnx", tmp_path / "outside"):
         index = index_checkpoint(path)
         assert index.kind == "onnx"

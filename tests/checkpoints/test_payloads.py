@@ -114,7 +114,9 @@ def pickled_tensor(folder: Path, payload: Payload, protocol: int) -> Path:
     class Nested:
         def __reduce__(self) -> tuple[Any, ...]:
             magic = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2) + pickle.dumps(1001, protocol=2)
-            storage = b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ."
+            storage = (
+                b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ."
+            )
             data = magic + inner + storage + pickle.dumps(["0"], protocol=2) + (1).to_bytes(8, "little") + bytes(4)
             return torch.storage._load_from_bytes, (data,)
 

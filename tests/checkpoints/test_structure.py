@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from nanprobe.checkpoints import CheckpointIndex, Damage, index_checkpoint, stream_extent
 from nanprobe.errors import UsageError
 from tests.checkpoints import layouts
+from tests.checkpoints.handmade import gguf_bytes, onnx_model
 from tests.checkpoints.make import FLAT, save_sharded
 from tests.checkpoints.test_layouts import values
 
@@ -393,15 +394,6 @@ def test_npy_headers_that_are_none(tmp_path: Path, header: bytes) -> None:
 # GGUF
 
 
-def gguf_bytes(tensors: int = 1, shape: int = 8, kind: int = 0, offset: int = 0, data: int = 32) -> bytes:
-    """One key, and one row for each tensor."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, 1)
-    head += struct.pack("<Q", 3) + b"key" + struct.pack("<IQ", 8, 2) + b"ab"
-    for number in range(tensors):
-        head += struct.pack("<Q", 1) + b"%d" % number + struct.pack("<IQIQ", 1, shape, kind, offset)
-    return head + bytes(-len(head) % 32) + bytes(data)
-
-
 @pytest.mark.parametrize(
     ("content", "rule", "words"),
     [
@@ -436,20 +428,6 @@ def test_gguf_in_order(tmp_path: Path) -> None:
 
 
 # ONNX
-
-
-def onnx_model(location: str, length: int = 16, offset: int = 0, dims: int = 4) -> bytes:
-    """One tensor of float32 with its data outside."""
-
-    def field(number: int, data: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(data)]) + data
-
-    def entry(key: bytes, value: bytes) -> bytes:
-        return field(13, field(1, key) + field(2, value))
-
-    tensor = bytes([8, dims, 16, 1]) + field(8, b"w") + entry(b"location", location.encode())
-    tensor += entry(b"offset", b"%d" % offset) + entry(b"length", b"%d" % length) + bytes([14 << 3, 1])
-    return bytes([8, 9]) + field(7, field(5, tensor))
 
 
 @pytest.mark.parametrize(
