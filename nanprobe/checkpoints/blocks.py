@@ -111,6 +111,8 @@ def decode_blocks(data: Bytes, dtype: str) -> Floats:
     blocks = np.frombuffer(data, np.uint8).reshape(-1, size)
     if not can_decode(dtype):
         raise Damage(Problem(rule="not-scanned", severity="warning", message=MISSING_EXTRA, file=""))
+    if not len(blocks):
+        return np.empty((0, elements), np.float32)
     import gguf.quants as quants
     from gguf.constants import GGMLQuantizationType
 

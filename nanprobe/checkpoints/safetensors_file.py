@@ -105,8 +105,6 @@ def _fault(
     """Return rule, severity and message of what is wrong with one entry of the header, None when it is good."""
     if code is None or shape is None or span is None:
         return "corrupt-file", "error", "its entry in the header is damaged"
-    if impossible(shape):
-        return "corrupt-file", "error", f"its shape {list(shape)} is impossible"
     if code not in SAFETENSORS:
         return "not-scanned", "warning", f"its element type {code[:40]!r} is not known"
     expected = nbytes(math.prod(shape), SAFETENSORS[code])
@@ -114,6 +112,8 @@ def _fault(
     if claimed != expected:
         message = f"its shape {list(shape)} in {code} takes {expected:,} bytes, but the header gives it {claimed:,}"
         return "corrupt-file", "error", message
+    if impossible(shape):
+        return "corrupt-file", "error", f"its shape {list(shape)} is impossible"
     if span[1] > available:
         return "truncated-file", "error", f"its data ends {span[1] - available:,} bytes after the end of the file"
     return None

@@ -223,14 +223,14 @@ def _damage(target: Target, original: bytes, seed: int) -> None:
 
 def run(
     targets: list[Target], cases: int, first_seed: int = 0, seconds: float | None = None
-) -> tuple[Counter[str], Counter[str], float]:
+) -> tuple[Counter[str], Counter[str], float, str]:
     """Damage the files in turn and read each checkpoint.
 
-    Return how often each outcome came, how many cases each kind had, and the seconds of the slowest.
+    Return how often each outcome came, how many cases each kind had, the seconds of the slowest and which it was.
     """
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
-    slowest = 0.0
+    slowest, where = 0.0, ""
     started = time.monotonic()
     originals = {target.file: target.file.read_bytes() for target in targets}
     by_kind: dict[str, list[Target]] = {}
@@ -251,10 +251,12 @@ def run(
         finally:
             target.file.write_bytes(originals[target.file])
         kinds[target.kind] += 1
-        slowest = max(slowest, time.monotonic() - begun)
+        taken = time.monotonic() - begun
+        if taken > slowest:
+            slowest, where = taken, f"seed {first_seed + case}, case {case}: {target.file.name} of {target.kind}"
         if seconds is not None and time.monotonic() - started > seconds:
             break
-    return outcomes, kinds, slowest
+    return outcomes, kinds, slowest, where
 
 
 def main() -> None:
@@ -264,10 +266,10 @@ def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else int.from_bytes(os.urandom(4), "little")
     with tempfile.TemporaryDirectory() as name:
-        outcomes, kinds, slowest = run(fixtures(Path(name)), 1 << 60, seed, seconds)
+        outcomes, kinds, slowest, where = run(fixtures(Path(name)), 1 << 60, seed, seconds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     sys.stdout.write(
-        f"{sum(outcomes.values()):,} cases from seed {seed}, slowest {slowest:.2f} s, peak {peak:.0f} MB\n"
+        f"{sum(outcomes.values()):,} cases from seed {seed}, slowest {slowest:.2f} s ({where}), peak {peak:.0f} MB\n"
         f"outcomes: {dict(outcomes)}\ncases by kind: {dict(kinds)}\n"
     )
 
