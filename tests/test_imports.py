@@ -77,7 +77,9 @@ TORCH_FREE = {
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
 
-TORCH_FREE_FILES = {"nanprobe.numerics.stored", "nanprobe.numerics.stored_kernels", "nanprobe.numerics.stored_tables"}
+TORCH_FREE_FILES = {
+    f"nanprobe.numerics.{name}" for name in ("crc", "native", "stored", "stored_kernels", "stored_tables")
+}
 """Files that need no torch in a room that otherwise does, for the rooms that work without it."""
 
 LAZY_TORCH = {"checkpoints"}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanprobe.formats import NumberFormat
+from nanprobe.numerics.native import Kernels
 from nanprobe.numerics.stored_tables import pattern_values, smallest_normal, unpack
 
 __all__ = ["COUNTABLE", "PACKED", "Counter", "Tally", "combined", "decoded", "is_floating", "negated"]
@@ -37,8 +38,8 @@ _COMPLEX: dict[str, str] = {"complex32": "<f2", "complex64": "<f4", "complex128"
 COUNTABLE = frozenset((*_INTEGERS, *_FLOATS, *_COMPLEX))
 """Element types whose values can be counted."""
 
-_SHORT = 1 << 14
-"""Elements up to which one plain loop costs less than filling and reading a histogram."""
+_SHORT = 64
+"""Elements of at most 16 bits below which NumPy is as fast as a compiled loop."""
 
 
 def is_floating(dtype: str) -> bool:
@@ -170,6 +171,7 @@ class Counter:
         for cast in self._casts:
             limits.update((cast.overflow_threshold, math.nextafter(cast.flush_threshold, math.inf)))
         self._limits = np.array(sorted(limits))
+        self._place = {limit: at for at, limit in enumerate(self._limits.tolist())}
         self._below = np.zeros(len(self._limits), np.int64)
         self._kinds = np.zeros(3, np.int64)
         self._sums = np.array([math.inf, -math.inf, 0.0, 0.0])
@@ -177,21 +179,18 @@ class Counter:
         self._bins: Any = None
         self._whole: tuple[int, int] | None = None
         self._modulus = -math.inf
-        self._limits32: Any = None
+        self._limit_bits: Any = None
 
-    def feed(self, raw: Any, tables: Any = None) -> None:
-        """Count the elements in ``raw``, a contiguous uint8 array.
-
-        ``tables`` are zeroed uint32[4, 65536] of this thread, left zeroed; with them the compiled loops are used.
-        """
+    def feed(self, raw: Any, kernels: Kernels | None = None) -> None:
+        """Count the elements in ``raw``, a contiguous uint8 array; with ``kernels`` by the compiled loops."""
         if self.dtype in _COMPLEX:
             self._feed_complex(decoded(raw, self.dtype, self._order))
         elif self.dtype in _INTEGERS:
             self._feed_integers(decoded(raw, self.dtype, self._order))
         elif self.dtype in ("float32", "float64"):
-            self._feed_wide(decoded(raw, self.dtype, self._order), tables)
+            self._feed_wide(decoded(raw, self.dtype, self._order), kernels)
         else:
-            self._feed_patterns(_patterns(raw, self.dtype, self._order), tables)
+            self._feed_patterns(_patterns(raw, self.dtype, self._order), kernels)
 
     def merge(self, other: Counter) -> None:
         """Add what another counter of the same type and casts has seen."""
@@ -242,7 +241,7 @@ class Counter:
         )
 
     def _count_below(self, limit: float) -> int:
-        return int(self._below[int(np.searchsorted(self._limits, limit))])
+        return int(self._below[self._place[limit]])
 
     def _add_sums(self, low: float, high: float, total: float, squares: float) -> None:
         self._sums[0] = min(self._sums[0], low)
@@ -276,47 +275,56 @@ class Counter:
             self._sums[2] += float(part.sum())
             self._sums[3] += float(np.dot(part, part))
 
-    def _feed_wide(self, values: Any, tables: Any) -> None:
+    def _feed_wide(self, values: Any, kernels: Kernels | None) -> None:
         self._elements += values.size
-        if tables is None:
+        if kernels is None:
             for start in range(0, values.size, 1 << 18):
                 with np.errstate(invalid="ignore"):  # a signalling NaN is still a NaN
                     part = values[start : start + (1 << 18)].astype(np.float64)
                 self._add_weighted(part, None)
             return
-        from nanprobe.numerics import stored_kernels
+        values = _native(values)
+        address, count = values.ctypes.data, values.size
+        wide = self.dtype == "float64"
+        if self._limit_bits is None:
+            self._limit_bits = self._limits.view(np.int64) if wide else _as_bits32(self._limits)
+        kernels("pass64" if wide else "pass32", address, count, self._limit_bits.ctypes.data, *self._into())
 
-        values = values.astype(values.dtype.newbyteorder("="), copy=False)
-        if self.dtype == "float64":
-            stored_kernels.tally64(values, self._limits, self._below, self._kinds, self._sums)
-            return
-        if self._limits32 is None:
-            self._limits32 = _as_bits32(self._limits)
-        stored_kernels.pass32(values, values.view(np.int32), self._limits32, self._below, self._kinds, self._sums)
-
-    def _feed_patterns(self, patterns: Any, tables: Any) -> None:
+    def _feed_patterns(self, patterns: Any, kernels: Kernels | None) -> None:
         self._elements += patterns.size
         table = pattern_values(_table_name(self.dtype))
-        patterns = patterns.astype(patterns.dtype.newbyteorder("="), copy=False)
-        if tables is None or (patterns.size <= _SHORT and patterns.dtype.itemsize == 1):
+        if kernels is None or patterns.size < _SHORT:
             if patterns.size < len(table):
                 self._add_weighted(table[patterns], None)
-                return
-            self._add_bins(np.bincount(patterns, minlength=len(table)))
+            else:
+                self._add_bins(np.bincount(patterns, minlength=len(table)))
             return
-        from nanprobe.numerics import stored_kernels
-
-        if patterns.size <= _SHORT:
-            stored_kernels.tally_patterns(patterns, table, self._limits, self._below, self._kinds, self._sums)
+        patterns = _native(patterns)
+        if self.dtype in ("float16", "bfloat16"):
+            half = self.dtype == "float16"
+            infinite = 0x7C00 if half else 0x7F80
+            if self._limit_bits is None:
+                self._limit_bits = np.searchsorted(table[: infinite + 1], self._limits).astype(np.int16)
+            kernels(
+                "pass16", patterns.ctypes.data, patterns.size, int(half), infinite, table.ctypes.data,
+                self._limit_bits.ctypes.data, *self._into(),
+            )  # fmt: skip
             return
-        per_word = 8 // patterns.dtype.itemsize
-        whole = patterns.size // per_word * per_word
-        words = _aligned(patterns[:whole]).view(np.uint64)
-        count = stored_kernels.histogram16 if per_word == 4 else stored_kernels.histogram8
-        count(words, tables)
-        stored_kernels.tally_tables(tables, table, self._limits, self._below, self._kinds, self._sums)
+        whole = patterns.size // 8 * 8
+        counters = np.zeros((4, 256), np.uint32)
+        kernels(
+            "tally8", patterns.ctypes.data, whole // 8, table.ctypes.data, len(table), counters.ctypes.data,
+            *self._into(),
+        )  # fmt: skip
         if whole < patterns.size:
             self._add_weighted(table[patterns[whole:]], None)
+
+    def _into(self) -> tuple[int, int, int, int, int]:
+        """Return the arguments that every kernel ends with: limits, how many there are, and where results go."""
+        return (
+            self._limits.ctypes.data, len(self._limits), self._below.ctypes.data, self._kinds.ctypes.data,
+            self._sums.ctypes.data,
+        )  # fmt: skip
 
     def _add_bins(self, bins: Any) -> None:
         if self._bins is None:
@@ -361,6 +369,6 @@ def _as_bits32(limits: Any) -> Any:
     return bits
 
 
-def _aligned(array: Any) -> Any:
-    """Return a copy where the data does not begin at a multiple of eight bytes."""
-    return array if array.ctypes.data % 8 == 0 else array.copy()
+def _native(array: Any) -> Any:
+    """Return the array in this machine's byte order, contiguous and aligned."""
+    return np.require(array.astype(array.dtype.newbyteorder("="), copy=False), requirements=("C", "A"))

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 
 from nanprobe.formats import NumberFormat
+from nanprobe.numerics.native import Kernels
 from nanprobe.numerics.stored import Counter
 
 __all__ = ["count_blocks"]
 
 
-def count_blocks(pieces: Iterable[Any], dtype: str, casts: Sequence[NumberFormat], tables: Any) -> tuple[Counter, int]:
+def count_blocks(
+    pieces: Iterable[Any], dtype: str, casts: Sequence[NumberFormat], kernels: Kernels | None
+) -> tuple[Counter, int]:
     """Return the counts over the decoded elements, and how many blocks hold one that is not finite."""
     from nanprobe.checkpoints.blocks import block_layout, decode_blocks
 
@@ -30,6 +33,6 @@ def count_blocks(pieces: Iterable[Any], dtype: str, casts: Sequence[NumberFormat
             values = np.ascontiguousarray(decode_blocks(held[start : min(start + step, whole)], dtype), np.float32)
             values = values.reshape(-1, elements)
             bad += int(np.count_nonzero(~np.isfinite(values).all(axis=1)))
-            counter.feed(values.reshape(-1).view(np.uint8), tables)
+            counter.feed(values.reshape(-1).view(np.uint8), kernels)
         rest = held[whole:].copy()
     return counter, bad

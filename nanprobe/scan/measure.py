@@ -1,7 +1,7 @@
 """Counting a checkpoint: work is cut into bounded tasks, a few threads read and count, one merges.
 
-The compiled loops release the interpreter's lock, so threads suffice. Memory is workers times (one chunk, the tables of
-the histograms) plus one histogram for each job in progress; the size of the checkpoint does not enter.
+The compiled loops release the interpreter's lock, so threads suffice. Memory is workers times one chunk, and some
+counters for each job in progress; the size of the checkpoint does not enter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nanprobe.checkpoints.dtypes import BITS
 from nanprobe.checkpoints.records import Damage, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.stream import CHUNK
 from nanprobe.formats import NumberFormat
+from nanprobe.numerics.native import Kernels, load_kernels
 from nanprobe.numerics.stored import Counter, Tally, combined, negated
 from nanprobe.progress import SILENT, Progress
 from nanprobe.scan.blocks import count_blocks
@@ -27,10 +28,13 @@ from nanprobe.scan.plan import Block, Job, Plan, Range, blocks_dtype, plan
 from nanprobe.scan.reading import Files, is_random_access, read_range, stream_whole
 from nanprobe.scan.strided import strided_chunks
 
-__all__ = ["COMPILED_FROM", "Measured", "default_workers", "measure"]
+__all__ = ["COMPILED_FROM", "COMPILE_FROM", "Measured", "default_workers", "measure"]
 
 COMPILED_FROM = 4 << 20
 """Bytes from which on loading the compiled loops pays; below, NumPy is done before they are loaded."""
+
+COMPILE_FROM = 256 << 20
+"""Bytes from which on compiling them pays, which takes some seconds once for a machine."""
 
 _SEGMENT = 32 << 20
 """Bytes of one range that one worker takes at a time."""
@@ -111,7 +115,8 @@ def measure(
     tallies: dict[Job, Tally] = {}
     failed: dict[Job, Problem] = {}
     blocks: dict[Job, int] = {}
-    runner = _Runner(storages, casts, check=check, compiled=total >= COMPILED_FROM)
+    kernels = load_kernels(compile_missing=total >= COMPILE_FROM) if total >= COMPILED_FROM else None
+    runner = _Runner(storages, casts, check=check, kernels=kernels)
     progress.stage("scan", len(tasks))
     for outcome in _run(runner, tasks, workers or default_workers()):
         result.read += outcome.read
@@ -225,15 +230,15 @@ def _is_whole(storage: Storage, check: bool) -> bool:
 
 
 class _Runner:
-    """Runs tasks in the threads of a pool; each thread has its own buffer, tables and open files."""
+    """Runs tasks in the threads of a pool; each thread has its own buffer and open files."""
 
     def __init__(
-        self, storages: Mapping[str, Storage], casts: Sequence[NumberFormat], *, check: bool, compiled: bool
+        self, storages: Mapping[str, Storage], casts: Sequence[NumberFormat], *, check: bool, kernels: Kernels | None
     ) -> None:
         self._storages = storages
         self._casts = tuple(casts)
         self._check = check
-        self._compiled = compiled
+        self._kernels = kernels
         self._local = threading.local()
         self._all_files: list[Files] = []
 
@@ -261,28 +266,27 @@ class _Runner:
                 outcome.failed.extend((job, problem) for job, _, _ in unit.jobs)
         return outcome
 
-    def _thread(self) -> tuple[Files, Any, Any]:
+    def _thread(self) -> tuple[Files, Any]:
         if not hasattr(self._local, "files"):
             self._local.files = Files()
             self._all_files.append(self._local.files)
             self._local.buffer = np.empty(CHUNK, np.uint8)
-            self._local.tables = np.zeros((4, 1 << 16), np.uint32) if self._compiled else None
-        return self._local.files, self._local.buffer, self._local.tables
+        return self._local.files, self._local.buffer
 
     def _unit(self, unit: _Unit, outcome: _Outcome) -> None:
         storage = self._storages[unit.storage]
         if unit.whole:
             self._stream(unit, storage, outcome)
             return
-        files, buffer, tables = self._thread()
+        files, buffer = self._thread()
         for job, begin, length in unit.jobs:
             if isinstance(job, Block):
                 counter = Counter(job.dtype, self._casts, storage.byteorder)
                 for values in strided_chunks(files, storage, job, check=self._check):
-                    counter.feed(values.view(np.uint8), tables)
+                    counter.feed(values.view(np.uint8), self._kernels)
                     outcome.read += values.nbytes
             elif job.dtype not in BITS:
-                counter, bad = count_blocks(_pieces(files, storage, job, buffer), job.dtype, self._casts, tables)
+                counter, bad = count_blocks(_pieces(files, storage, job, buffer), job.dtype, self._casts, self._kernels)
                 outcome.blocks.append((job, bad))
                 outcome.read += length
             else:
@@ -290,23 +294,23 @@ class _Runner:
                 for position in range(begin, begin + length, buffer.size):
                     into = buffer[: min(buffer.size, begin + length - position)]
                     read_range(files, storage, job.start + position, into)
-                    counter.feed(into, tables)
+                    counter.feed(into, self._kernels)
                 outcome.read += length
             outcome.counters.append((job, counter))
 
     def _stream(self, unit: _Unit, storage: Storage, outcome: _Outcome) -> None:
         """Count ranges while their storage goes by; a wrong CRC at the end leaves the counts and says so."""
-        files, buffer, tables = self._thread()
+        files, buffer = self._thread()
         counters: list[Any] = [Counter(job.dtype, self._casts, storage.byteorder) for job, _, _ in unit.jobs]
         rests: list[Any] = [b""] * len(counters)
         position = 0
         try:
-            for chunk in stream_whole(files, storage, buffer, check=self._check):
+            for chunk in stream_whole(files, storage, buffer, check=self._check, kernels=self._kernels):
                 for at, (job, _, length) in enumerate(unit.jobs):
                     assert isinstance(job, Range)
                     begin, end = max(job.start - position, 0), min(job.start + length - position, chunk.size)
                     if begin < end:
-                        rests[at] = _feed_whole(counters[at], chunk[begin:end], rests[at], job.dtype, tables)
+                        rests[at] = _feed_whole(counters[at], chunk[begin:end], rests[at], job.dtype, self._kernels)
                 position += chunk.size
         except Damage as damage:
             if position < storage.size:
@@ -326,14 +330,14 @@ class _Runner:
         outcome.counters.extend((job, counter) for (job, _, _), counter in zip(unit.jobs, counters, strict=True))
 
 
-def _feed_whole(counter: Counter, part: Any, rest: bytes, dtype: str, tables: Any) -> bytes:
+def _feed_whole(counter: Counter, part: Any, rest: bytes, dtype: str, kernels: Kernels | None) -> bytes:
     """Feed the whole elements of what was left over and ``part``; return the bytes of the element that is cut."""
     width = 3 if dtype.startswith("float6") else max(BITS[dtype] // 8, 1)
     if rest:
         part = np.concatenate((np.frombuffer(rest, np.uint8), part))
     whole = part.size // width * width
     if whole:
-        counter.feed(part[:whole], tables)
+        counter.feed(part[:whole], kernels)
     return bytes(part[whole:])
 
 

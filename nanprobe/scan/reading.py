@@ -7,7 +7,6 @@ signal that ends the process, and the memory shown for the process is what it re
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 
 from nanprobe.checkpoints.records import Damage, Extent, Problem, Storage
 from nanprobe.checkpoints.stream import CHUNK, stream_extent
+from nanprobe.numerics.crc import crc32
+from nanprobe.numerics.native import Kernels
 
 __all__ = ["Files", "is_random_access", "read_range", "stream_whole"]
 
@@ -92,7 +93,9 @@ def _pread(handle: int, into: Any, position: int) -> int:
     return len(data)
 
 
-def stream_whole(files: Files, storage: Storage, buffer: Any, *, check: bool) -> Iterator[Any]:
+def stream_whole(
+    files: Files, storage: Storage, buffer: Any, *, check: bool, kernels: Kernels | None = None
+) -> Iterator[Any]:
     """Yield all bytes of a storage in order as uint8 arrays that are valid until the next one is asked for.
 
     ``check`` compares CRCs where there are any. Damage when the bytes are not there or not right.
@@ -107,7 +110,7 @@ def stream_whole(files: Files, storage: Storage, buffer: Any, *, check: bool) ->
             into = buffer[: min(buffer.size, extent.size - begin)]
             _read(files, extent, begin, into)
             if check and extent.crc32 is not None:
-                crc = zlib.crc32(into, crc)
+                crc = crc32(into, crc, kernels)
             yield into
         if check and extent.crc32 is not None and crc != extent.crc32:
             raise _damage(

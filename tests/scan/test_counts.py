@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanprobe.formats import FORMATS, by_name
+from nanprobe.numerics.native import Kernels, load_kernels
 from nanprobe.numerics.stored import COUNTABLE, Counter, Tally, combined, decoded, negated
 from nanprobe.numerics.stored_tables import SMALL_FLOATS, pattern_values
 
@@ -30,8 +31,10 @@ FLOATS = [
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
-def tables() -> Any:
-    return np.zeros((4, 1 << 16), np.uint32)
+def compiled_loops() -> Kernels:
+    kernels = load_kernels()
+    assert kernels is not None
+    return kernels
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -89,7 +92,7 @@ def expect(tally: Tally, tensor: torch.Tensor) -> None:
 def test_floats_are_counted_exactly(make: Any, dtype: torch.dtype, count: int, compiled: bool) -> None:
     tensor = make(dtype, count)
     counter = Counter(name_of(dtype), CASTS)
-    counter.feed(raw_of(tensor), tables() if compiled else None)
+    counter.feed(raw_of(tensor), compiled_loops() if compiled else None)
     expect(counter.finish(), tensor)
 
 
@@ -156,7 +159,7 @@ def test_the_counts_do_not_depend_on_how_the_bytes_are_cut(
         piece = raw[position : position + cut * 48]
         position += cut * 48
         other = Counter(dtype, casts)
-        other.feed(piece, tables() if compiled else None)
+        other.feed(piece, compiled_loops() if compiled else None)
         merged.merge(other)
     one, many = whole.finish(), merged.finish()
     assert (one.elements, one.nan, one.posinf, one.neginf, one.zero, one.subnormal, one.low, one.high) == (
@@ -168,7 +171,7 @@ def test_the_counts_do_not_depend_on_how_the_bytes_are_cut(
 def test_big_endian_elements() -> None:
     for name, code in (("float32", ">f4"), ("float64", ">f8"), ("int32", ">i4"), ("float16", ">f2")):
         raw = np.frombuffer(np.array([1, -3, 0, 7], code).tobytes(), np.uint8)
-        for held in (None, tables()):
+        for held in (None, compiled_loops()):
             counter = Counter(name, byteorder="big")
             counter.feed(raw, held)
             assert (counter.finish().low, counter.finish().high, counter.finish().zero) == (-3, 7, 1)

@@ -23,8 +23,12 @@ __all__ = ["judge_values"]
 _JUDGED = ("weight", "buffer", "ema")
 """Roles whose values a model computes with."""
 
-FLUSHED_SHARE = 1e-3
-"""Share of the non-zero elements flushed to zero from which on it is a warning: normal weights have about 1e-6."""
+FLUSHED_SHARE = {16: 0.01, 8: 0.1}
+"""Share of the non-zero elements flushed to zero from which on it is a warning, by the bits of the format.
+
+In fp16 weights with a deviation of 0.02 lose one in a million, but single elements of biases and norms may be that
+small in healthy models. In e4m3, which is meant to be used with a scale, the same weights lose 4 per cent.
+"""
 
 SUBNORMAL_SHARE = 0.5
 """Share of the non-zero elements that are subnormal from which on a tensor counts as mostly subnormal."""
@@ -173,7 +177,7 @@ def _casts(tensor: Tensor, tally: Tally, casts: Sequence[str], looks: Looks) -> 
             yield tensor_finding(tensor, "near-limit", "warning", message, evidence)
         if under:
             nonzero = tally.finite - tally.zero
-            severity = "warning" if under >= FLUSHED_SHARE * nonzero else "note"
+            severity = "warning" if under >= FLUSHED_SHARE.get(cast.bits, 0.01) * nonzero else "note"
             limit = cast.flush_threshold
             evidence = counted(tensor, format=name, count=under, absmax=tally.absmax, threshold=limit)
             if severity == "warning":
