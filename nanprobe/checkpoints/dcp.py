@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from nanprobe.checkpoints.blockwise import layout_fault
 from nanprobe.checkpoints.describe import limit_problems, unsafe_problems
 from nanprobe.checkpoints.dtypes import torch_dtype_name
 from nanprobe.checkpoints.inert import Foreign, Global
@@ -33,9 +34,6 @@ from nanprobe.checkpoints.window import Window
 __all__ = ["METADATA", "read_dcp"]
 
 METADATA = ".metadata"
-
-_MAX_SWEPT = 4096
-"""Blocks of one tensor up to which each pair is compared; beyond, only their total volume and their starts are."""
 
 
 def read_dcp(listing: Listing) -> Part:
@@ -216,7 +214,7 @@ class _Reader:
             problems.append(_corrupt(self.metadata, "its description in the metadata is damaged", entry.name))
         else:
             blocks = [(sizes(attribute(chunk, "offsets")), sizes(attribute(chunk, "sizes"))) for chunk in chunks]
-            fault = _layout_fault(shape, blocks)
+            fault = layout_fault(shape, blocks)
             if fault is not None:
                 problems.append(_corrupt(self.metadata, fault, entry.name))
             for start, extent in blocks:
@@ -341,46 +339,6 @@ def _dtype(properties: Any) -> str | None:
     state = properties.state if isinstance(properties, Foreign) else None
     given = state[0] if isinstance(state, tuple) and state else attribute(properties, "dtype")
     return torch_dtype_name(given.name) if isinstance(given, Global) and given.module == "torch" else None
-
-
-def _layout_fault(
-    shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]
-) -> str | None:
-    """Return how the blocks fail to fill ``shape`` exactly once, None when they do."""
-    volume = 0
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for start, extent in blocks:
-        if start is None or extent is None or not len(start) == len(extent) == len(shape):
-            return "a block of it is described without a place"
-        end = tuple(a + b for a, b in zip(start, extent, strict=True))
-        if any(a > b for a, b in zip(end, shape, strict=True)):
-            return f"its block at {list(start)} of {list(extent)} reaches outside its shape {list(shape)}"
-        volume += math.prod(extent)
-        if 0 not in extent:
-            boxes.append((start, end))
-    if _overlap(boxes):
-        return "its blocks overlap"
-    total = math.prod(shape)
-    if volume != total:
-        return f"its blocks hold {volume:,} of its {total:,} elements"
-    return None
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether two of the boxes (start, end) share an element."""
-    if len({start for start, _ in boxes}) < len(boxes):
-        return True
-    if len(boxes) > _MAX_SWEPT:
-        return False
-    boxes.sort()
-    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for start, end in boxes:
-        active = [box for box in active if not start or box[1][0] > start[0]]
-        for other in active:
-            if all(a < d and c < b for a, b, c, d in zip(start, end, *other, strict=True)):
-                return True
-        active.append((start, end))
-    return False
 
 
 def _unnamed_files(listing: Listing, part: Part, named: dict[str, int]) -> None:

@@ -20,6 +20,7 @@ from nanprobe.checkpoints.deepspeed import (
     read_deepspeed_tag,
     read_universal,
 )
+from nanprobe.checkpoints.distributed_safetensors import join_blocks
 from nanprobe.checkpoints.listing import Listing, list_folder
 from nanprobe.checkpoints.locate import SHARD_NAME, look
 from nanprobe.checkpoints.megatron import (
@@ -99,6 +100,7 @@ def read_folder(path: str, read: Read, *, depth: int = 0, seen: frozenset[str] =
     for name, reason in listing.strange.items():
         _strange(folder, name, reason)
     _weights_of_trainer(folder)
+    join_blocks(folder.part)
     folder.part.kind = _kind(folder)
     return folder.part
 

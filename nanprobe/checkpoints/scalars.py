@@ -77,7 +77,7 @@ def _leaves(root: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             nodes += 1
             if nodes >= _MAX_NODES:
                 break
-            if isinstance(keys[-1], str) and keys[-1] in _LEFT_OUT:
+            if keys and isinstance(keys[-1], str) and keys[-1] in _LEFT_OUT:
                 continue
             place = path + keys
             if type(child) in (int, float, bool) or (type(child) is str and len(child) <= _MAX_TEXT):

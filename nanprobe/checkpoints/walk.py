@@ -60,6 +60,11 @@ def children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
             yield (index,), value, True
+    elif isinstance(node, Foreign) and node.class_name.endswith(".DTensor"):
+        # What a process holds of a distributed tensor goes by the tensor's own name; its mesh is no data.
+        for keys, value, _ in _attributes(node.state):
+            if keys == ("_local_tensor",):
+                yield (), value, True
     elif isinstance(node, Foreign):
         yield from _attributes(node.state)
         if isinstance(node.args, (list, tuple)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nanprobe.checkpoints import CheckpointIndex, index_checkpoint, read_storage
 from nanprobe.checkpoints.records import TensorEntry
@@ -64,6 +65,44 @@ def test_distributed_checkpoint_in_safetensors(tmp_path: Path) -> None:
     index = index_checkpoint(tmp_path / "a")
     assert index.problems == ()
     assert all(same(values(index)[name], FLAT[name]) for name in FLAT)
+
+
+def test_distributed_checkpoint_in_files_of_each_process(tmp_path: Path) -> None:
+    """What ``HuggingFaceStorageWriter`` leaves: the header says where the blocks of a file belong."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    for number, part in enumerate(whole.split(2)):
+        info = json.dumps({"w": {"saved_offsets": [2 * number, 0]}})
+        name = f"shard-0000{number + 1}-model-00001-of-00001.safetensors"
+        save_file({"w": part.clone()}, tmp_path / name, {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0"})
+    index = index_checkpoint(tmp_path)
+    assert index.problems == ()
+    assert same(values(index)["w"], whole)
+    save_file({"w": whole[:1].clone()}, tmp_path / name, {"DCP_SHARDING_INFO": info.replace("2", "3")})
+    index = index_checkpoint(tmp_path)
+    assert [problem.rule for problem in index.problems] == ["corrupt-file"]
+    assert index.tensors[0].missing == 3
+
+
+def test_a_distributed_tensor_in_a_plain_file(tmp_path: Path) -> None:
+    from nanprobe.checkpoints.inert import Foreign, Global, TensorValue
+    from nanprobe.checkpoints.walk import walk
+
+    local = TensorValue("float32", None, 0, (2, 3), (3, 1))
+    mesh = TensorValue("int32", None, 0, (2,), (1,))
+    state = (None, {"_local_tensor": local, "_spec": Foreign(Global("m", "Spec"), (mesh,))})
+    node = Foreign(Global("torch.distributed.tensor", "DTensor"), (), state)
+    assert [(found.name, found.value) for found in walk({"fc.weight": node}).tensors] == [("fc.weight", local)]
+
+
+def test_tensors_in_a_plain_pickle(tmp_path: Path) -> None:
+    tensors = {"a": ARRAY, "t": torch.arange(6.0).reshape(2, 3), "long": torch.randn(200, 200)}
+    for protocol in range(6):
+        (tmp_path / "a.pkl").write_bytes(pickle.dumps(tensors, protocol=protocol))
+        index = index_checkpoint(tmp_path / "a.pkl")
+        assert index.problems == ()
+        found = values(index)
+        assert same(found["t"], tensors["t"])
+        assert same(found["long"], tensors["long"])
 
 
 def test_blocks_of_several_files(tmp_path: Path) -> None:
