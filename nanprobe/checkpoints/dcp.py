@@ -21,7 +21,7 @@ from nanprobe.checkpoints.inert import Foreign, Global
 from nanprobe.checkpoints.listing import Listing
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.paths import inside
-from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
+from nanprobe.checkpoints.pickle_machine import Loaded, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.safetensors_file import index_safetensors
@@ -34,6 +34,9 @@ from nanprobe.checkpoints.window import Window
 __all__ = ["METADATA", "read_dcp"]
 
 METADATA = ".metadata"
+
+_PREFETCH = 2048
+"""Bytes at both ends of a block's small file that hold its objects and its directory."""
 
 
 def read_dcp(listing: Listing) -> Part:
@@ -69,6 +72,7 @@ class _Reader:
         self.named: dict[str, int] = {}
         self.safetensors: dict[tuple[str, int], FileIndex | None] = {}
         self.objects: dict[str, Any] = {}
+        self.known: dict[bytes, Loaded] = {}
 
     def close(self) -> None:
         """Close every file."""
@@ -191,8 +195,9 @@ class _Reader:
         if attribute(place, "transform_descriptors"):
             raise Damage(_unread(self.metadata, "it was compressed by an extension of the writer", name))
         window, _ = self._window(place, name)
+        window.prefetch(_PREFETCH)
         if window.head(2) == b"PK":
-            return index_torch_zip(window)
+            return index_torch_zip(window, self.known)
         return None
 
     def _tensor(

@@ -118,12 +118,31 @@ class _Machine:
 
     def run(self) -> Loaded:
         """Go through the operations up to STOP."""
-        table = _TABLE
+        table, memo = _TABLE, self.memo
         for _ in range(self.limits.operations):
-            if self.pos + 16 > len(self.data):
+            pos = self.pos
+            if pos + 16 > len(self.data):
                 self._refill(16)
-            code = self.data[self.pos]
-            self.pos += 1
+                pos = self.pos
+            data = self.data
+            code = data[pos]
+            # The commonest operations by far are done here and not by a call: recalling and remembering.
+            if code == _BINGET:
+                self.pos = pos + 2
+                self.recall(data[pos + 1])
+                continue
+            if code == _MEMOIZE or code == _BINPUT:
+                self.memory -= _MEMO
+                if self.memory < 0:
+                    self.charge(0)
+                if code == _MEMOIZE:
+                    self.pos = pos + 1
+                    memo[len(memo)] = self.stack[-1]
+                else:
+                    self.pos = pos + 2
+                    memo[data[pos + 1]] = self.stack[-1]
+                continue
+            self.pos = pos + 1
             if code == _STOP:
                 return Loaded(self.stack.pop(), self.at, self.foreign)
             action = table.get(code)
@@ -335,7 +354,7 @@ _MAPPINGS = frozenset({"collections.OrderedDict", "collections.Counter", "collec
 
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
-_STOP = ord(".")
+_STOP, _BINGET, _BINPUT, _MEMOIZE = ord("."), ord("h"), ord("q"), 0x94
 
 
 def _unsupported(what: str) -> Callable[[_Machine], None]:

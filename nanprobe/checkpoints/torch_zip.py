@@ -12,7 +12,7 @@ from nanprobe.checkpoints.describe import describe_tree
 from nanprobe.checkpoints.dtypes import nbytes
 from nanprobe.checkpoints.inert import Span, StorageRef
 from nanprobe.checkpoints.numpy_file import index_npz
-from nanprobe.checkpoints.pickle_machine import PickleDamage, load_pickle
+from nanprobe.checkpoints.pickle_machine import Loaded, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Extent, FileIndex, Storage
 from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
@@ -21,12 +21,17 @@ from nanprobe.checkpoints.zip_directory import Member, read_directory, read_memb
 
 __all__ = ["index_torch_zip"]
 
+_MAX_KNOWN = 4096
 _MAX_PICKLE = 1 << 28
 """Largest compressed or CRC-checked object pickle, in bytes; it is held in memory while it is read."""
 
 
-def index_torch_zip(window: Window) -> FileIndex:
-    """Return what the file holds; Damage when its objects cannot be read."""
+def index_torch_zip(window: Window, known: dict[bytes, Loaded] | None = None) -> FileIndex:
+    """Return what the file holds; Damage when its objects cannot be read.
+
+    ``known`` are pickles that were read before, by their bytes: a distributed checkpoint holds thousands of small files
+    with few different ones.
+    """
     members = read_directory(window)
     if members and all(name.endswith(".npy") for name in members):
         return index_npz(window, members)
@@ -39,10 +44,14 @@ def index_torch_zip(window: Window) -> FileIndex:
     root = roots[0].removesuffix("data.pkl")
     checked = any(member.crc32 for member in members.values() if member.size)
     pickle = read_member(window, members[roots[0]], _MAX_PICKLE, check=checked)
-    try:
-        loaded = load_pickle(PickleSource(None, pickle), persistent=persistent_value, builders=BUILDERS)
-    except PickleDamage as error:
-        raise window.damage("corrupt-file", str(error)) from None
+    loaded = known.get(pickle) if known is not None else None
+    if loaded is None:
+        try:
+            loaded = load_pickle(PickleSource(None, pickle), persistent=persistent_value, builders=BUILDERS)
+        except PickleDamage as error:
+            raise window.damage("corrupt-file", str(error)) from None
+        if known is not None and len(pickle) <= _MAX_KNOWN and len(known) < _MAX_KNOWN:
+            known[pickle] = loaded
     order = members.get(f"{root}byteorder")
     byteorder = "big" if order and read_member(window, order, 64, check=False) == b"big" else "little"
     storages: dict[str, Storage] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 __all__ = ["COMPUTED", "dangerous"]
 
 COMPUTED = "?.?"
@@ -136,6 +138,7 @@ _EXACT = frozenset(
 )
 
 
+@lru_cache(maxsize=4096)
 def dangerous(dotted: str) -> bool:
     """Return whether the name, as a pickle has it (module, a dot, and a possibly dotted name), is a dangerous one.
 

@@ -20,6 +20,7 @@ class Window:
         self.path = path
         self.base = base
         self._owned = file is None
+        self._kept: list[tuple[int, bytes]] = []
         # Closed by close(): the class itself is the context.
         self._file: BinaryIO = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115
         rest = max(_length(self._file) - base, 0)
@@ -32,6 +33,9 @@ class Window:
                 "truncated-file",
                 f"{length:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
             )
+        for start, kept in self._kept:
+            if start <= position and position + length <= start + len(kept):
+                return kept[position - start : position - start + length]
         parts: list[bytes] = []
         self._file.seek(self.base + position)
         while length:
@@ -50,6 +54,13 @@ class Window:
                 f"{size:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
             )
         return Window(self.path, self.base + position, size, self._file)
+
+    def prefetch(self, length: int) -> None:
+        """Keep the first and the last ``length`` bytes, so that many small reads there cost one or two."""
+        if self.size <= 2 * length:
+            self._kept = [(0, self.read(0, self.size))]
+        else:
+            self._kept = [(0, self.read(0, length)), (self.size - length, self.read(self.size - length, length))]
 
     def head(self, length: int) -> bytes:
         """Return the first ``length`` bytes, or all of a shorter window."""

@@ -40,9 +40,14 @@ class Member:
 
 def read_directory(window: Window) -> dict[str, Member]:
     """Return the members by name; Damage when the directory is missing, short or inconsistent."""
-    tail_length = min(window.size, 65_535 + _END.size + _LOCATOR.size)
+    tail_length = min(window.size, _END.size + _LOCATOR.size)
     tail = window.read(window.size - tail_length, tail_length)
-    at = tail.rfind(b"PK\5\6")
+    at = tail_length - _END.size
+    if at < 0 or tail[at : at + 4] != b"PK\5\6" or tail[-2:] != b"\0\0":
+        # A comment follows, which is rare: the directory's end is somewhere before it.
+        tail_length = min(window.size, 65_535 + _END.size + _LOCATOR.size)
+        tail = window.read(window.size - tail_length, tail_length)
+        at = tail.rfind(b"PK\5\6")
     if at < 0 or at + _END.size > len(tail):
         raise window.damage(
             "truncated-file",
@@ -126,10 +131,14 @@ def resolve(window: Window, member: Member) -> Extent:
             f"its member {member.name[:200]!r} is compressed by method {member.method}; only DEFLATE is read",
             "warning",
         )
-    fields = _LOCAL.unpack(window.read(member.header, _LOCAL.size))
+    length = min(_LOCAL.size + len(member.raw_name), window.size - member.header)
+    header = window.read(member.header, length)
+    if len(header) < _LOCAL.size:
+        raise window.damage("truncated-file", f"its member {member.name[:200]!r} reaches beyond the end of the file")
+    fields = _LOCAL.unpack_from(header)
     if fields[0] != b"PK\3\4" or fields[3] != member.method:
         raise window.damage("corrupt-file", f"the local header of its member {member.name[:200]!r} is damaged")
-    if window.read(member.header + _LOCAL.size, fields[9]) != member.raw_name:
+    if fields[9] != len(member.raw_name) or header[_LOCAL.size :] != member.raw_name:
         raise window.damage(
             "corrupt-file", f"the zip directory calls a member {member.name[:200]!r}, the member calls itself otherwise"
         )
