@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ _COMPLEX: dict[str, str] = {"complex32": "<f2", "complex64": "<f4", "complex128"
 
 COUNTABLE = frozenset((*_INTEGERS, *_FLOATS, *_COMPLEX))
 """Element types whose values can be counted."""
+
+_INFINITE = {"float16": 0x7C00, "bfloat16": 0x7F80}
+"""Pattern of Inf in the 16-bit types."""
 
 _SHORT = 64
 """Elements of at most 16 bits below which NumPy is as fast as a compiled loop."""
@@ -158,6 +162,39 @@ def negated(tally: Tally) -> Tally:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The magnitudes that elements of one type are counted below, in ascending order, and where each stands.
+
+    ``bits`` are the same as patterns of the type, rounded up, where a compiled loop compares patterns.
+    """
+
+    limits: Any
+    place: dict[float, int]
+    tiny: float
+    bits: Any
+    limits_address: int
+    bits_address: int
+
+
+@cache
+def _bounds(dtype: str, casts: tuple[NumberFormat, ...]) -> _Bounds:
+    tiny = smallest_normal(dtype)
+    least = math.nextafter(0.0, 1.0)
+    wanted = {least, tiny or least}
+    for cast in casts:
+        wanted.update((cast.overflow_threshold, math.nextafter(cast.flush_threshold, math.inf)))
+    limits = np.array(sorted(wanted))
+    if dtype == "float32":
+        bits = _as_bits32(limits)
+    elif dtype in _INFINITE:
+        bits = np.searchsorted(pattern_values(dtype)[: _INFINITE[dtype] + 1], limits).astype(np.int16)
+    else:
+        bits = limits.view(np.int64)
+    place = {limit: at for at, limit in enumerate(limits.tolist())}
+    return _Bounds(limits, place, tiny, bits, limits.ctypes.data, bits.ctypes.data)
+
+
 class Counter:
     """Counts elements of one type; feed it the bytes in any order, in pieces that hold whole elements."""
 
@@ -166,12 +203,8 @@ class Counter:
         self.dtype = dtype
         self._order = byteorder
         self._casts = tuple(casts) if dtype in _FLOATS else ()
-        self._tiny = smallest_normal(dtype)
-        limits = {math.nextafter(0.0, 1.0), self._tiny or math.nextafter(0.0, 1.0)}
-        for cast in self._casts:
-            limits.update((cast.overflow_threshold, math.nextafter(cast.flush_threshold, math.inf)))
-        self._limits = np.array(sorted(limits))
-        self._place = {limit: at for at, limit in enumerate(self._limits.tolist())}
+        self._bounds = _bounds(dtype, self._casts)
+        self._limits = self._bounds.limits
         self._below = np.zeros(len(self._limits), np.int64)
         self._kinds = np.zeros(3, np.int64)
         self._sums = np.array([math.inf, -math.inf, 0.0, 0.0])
@@ -179,7 +212,6 @@ class Counter:
         self._bins: Any = None
         self._whole: tuple[int, int] | None = None
         self._modulus = -math.inf
-        self._limit_bits: Any = None
 
     def feed(self, raw: Any, kernels: Kernels | None = None) -> None:
         """Count the elements in ``raw``, a contiguous uint8 array; with ``kernels`` by the compiled loops."""
@@ -227,7 +259,7 @@ class Counter:
             posinf=posinf,
             neginf=neginf,
             zero=zero,
-            subnormal=self._count_below(self._tiny) - zero if self._tiny else 0,
+            subnormal=self._count_below(self._bounds.tiny) - zero if self._bounds.tiny else 0,
             low=low,
             high=high,
             absmax=absmax,
@@ -241,7 +273,7 @@ class Counter:
         )
 
     def _count_below(self, limit: float) -> int:
-        return int(self._below[self._place[limit]])
+        return int(self._below[self._bounds.place[limit]])
 
     def _add_sums(self, low: float, high: float, total: float, squares: float) -> None:
         self._sums[0] = min(self._sums[0], low)
@@ -286,9 +318,7 @@ class Counter:
         values = _native(values)
         address, count = values.ctypes.data, values.size
         wide = self.dtype == "float64"
-        if self._limit_bits is None:
-            self._limit_bits = self._limits.view(np.int64) if wide else _as_bits32(self._limits)
-        kernels("pass64" if wide else "pass32", address, count, self._limit_bits.ctypes.data, *self._into())
+        kernels("pass64" if wide else "pass32", address, count, self._bounds.bits_address, *self._into())
 
     def _feed_patterns(self, patterns: Any, kernels: Kernels | None) -> None:
         self._elements += patterns.size
@@ -302,12 +332,10 @@ class Counter:
         patterns = _native(patterns)
         if self.dtype in ("float16", "bfloat16"):
             half = self.dtype == "float16"
-            infinite = 0x7C00 if half else 0x7F80
-            if self._limit_bits is None:
-                self._limit_bits = np.searchsorted(table[: infinite + 1], self._limits).astype(np.int16)
+            infinite = _INFINITE[self.dtype]
             kernels(
                 "pass16", patterns.ctypes.data, patterns.size, int(half), infinite, table.ctypes.data,
-                self._limit_bits.ctypes.data, *self._into(),
+                self._bounds.bits_address, *self._into(),
             )  # fmt: skip
             return
         whole = patterns.size // 8 * 8
@@ -322,7 +350,7 @@ class Counter:
     def _into(self) -> tuple[int, int, int, int, int]:
         """Return the arguments that every kernel ends with: limits, how many there are, and where results go."""
         return (
-            self._limits.ctypes.data, len(self._limits), self._below.ctypes.data, self._kinds.ctypes.data,
+            self._bounds.limits_address, len(self._limits), self._below.ctypes.data, self._kinds.ctypes.data,
             self._sums.ctypes.data,
         )  # fmt: skip
 
@@ -371,4 +399,6 @@ def _as_bits32(limits: Any) -> Any:
 
 def _native(array: Any) -> Any:
     """Return the array in this machine's byte order, contiguous and aligned."""
+    if array.dtype.isnative and array.flags.carray:
+        return array
     return np.require(array.astype(array.dtype.newbyteorder("="), copy=False), requirements=("C", "A"))

@@ -105,7 +105,10 @@ def _given(entry: TensorEntry) -> Role | None:
         return Role("moment", role or "")
     if role == "lr":
         return Role("learning-rate")
-    if role in ("callback", "scheduler", "bytes", "loss-scale"):
+    if role == "optimizer":
+        name = entry.key or entry.name
+        return _optimizer_role(name, name.rpartition(".")[2])
+    if role in ("callback", "scheduler", "bytes", "loss-scale", "scaler"):
         return Role("other", role or "")
     return None
 
@@ -117,7 +120,7 @@ def _optimizer_role(name: str, last: str) -> Role:
         return Role("moment", last)
     if _LEARNING_RATE.search(name):
         return Role("learning-rate")
-    return Role("other")
+    return Role("other", "optimizer")
 
 
 def is_scale_name(name: str, entry: TensorEntry) -> bool:

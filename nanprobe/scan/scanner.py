@@ -27,6 +27,9 @@ from nanprobe.version import __version__
 
 __all__ = ["CASTS", "DEFAULT_CASTS", "ScanOptions", "checked_casts", "scan"]
 
+_NO_FORMATS = ("folder", "json", "shard-index", "dcp-metadata")
+"""Kinds of files that say where tensors are, or something about them, and hold none."""
+
 DEFAULT_CASTS: tuple[str, ...] = ("fp16", "bf16")
 
 CASTS: tuple[str, ...] = tuple(fmt.name for fmt in FORMATS if fmt.name != "fp64")
@@ -194,6 +197,7 @@ def _unreadable(tensors: Sequence[Tensor], findings: Sequence[ScanFinding]) -> l
     """Return a finding for each tensor that could not be read and that no other finding tells about."""
     told = {finding.tensor for finding in findings}
     files = {finding.file for finding in findings if finding.severity == "error" and finding.tensor is None}
+    whole = [(finding.file, finding.message) for finding in findings if finding.tensor is None]
     return [
         ScanFinding(
             rule="not-scanned",
@@ -205,7 +209,10 @@ def _unreadable(tensors: Sequence[Tensor], findings: Sequence[ScanFinding]) -> l
             shape=tensor.entry.shape,
         )
         for tensor in tensors
-        if tensor.tally is None and tensor.name not in told and tensor.entry.file not in files
+        if tensor.tally is None
+        and tensor.name not in told
+        and tensor.entry.file not in files
+        and not any(file == tensor.entry.file and str(tensor.note) in message for file, message in whole)
     ]
 
 
@@ -219,7 +226,8 @@ def _add(total: _Total, index: CheckpointIndex, tensors: Sequence[Tensor], skipp
     total.skipped += skipped
     total.unreadable += len(tensors) - len(scanned)
     total.not_scanned += len(index.skipped)
-    total.kinds.update(dict.fromkeys([index.kind, *(file.kind for file in index.files)]))
+    kinds = [index.kind, *(file.kind for file in index.files)]
+    total.kinds.update(dict.fromkeys(kind for kind in kinds if kind not in _NO_FORMATS))
 
 
 def _row(tensor: Tensor) -> TensorRow:

@@ -142,7 +142,7 @@ def _scalar_tensor(tensor: Tensor, stepping: bool) -> Iterator[ScanFinding]:
         evidence = counted(
             tensor, nan=tally.nan, posinf=tally.posinf, neginf=tally.neginf, count=tally.nonfinite, absmax=tally.absmax
         )
-        rule = "nonfinite-scalar" if tally.elements == 1 or severity == "note" else "nonfinite-optimizer-state"
+        rule = "nonfinite-optimizer-state" if state == "optimizer" and severity != "note" else "nonfinite-scalar"
         message = f"{tally.nonfinite:,} of {tally.elements:,} elements are not finite"
         yield tensor_finding(tensor, rule, severity, message, evidence)
 

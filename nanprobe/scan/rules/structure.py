@@ -12,7 +12,18 @@ from nanprobe.scan_records import ScanFinding
 __all__ = ["judge_structure", "problem_finding"]
 
 _MOST_CLASSES = 20
-_PLAIN = ("torch.", "collections.", "numpy.", "_codecs.", "copyreg.", "builtins.", "__builtin__.", "copy_reg.", "?")
+_PLAIN = (
+    "torch.",
+    "collections.",
+    "numpy.",
+    "_codecs.",
+    "copyreg.",
+    "builtins.",
+    "__builtin__.",
+    "copy_reg.",
+    "pathlib.",
+    "?",
+)
 """Beginnings of the names that tensors, arrays and plain containers are made of."""
 
 

@@ -78,7 +78,8 @@ def judge_values(tensor: Tensor, casts: Sequence[str], looks: Looks) -> Iterator
     if is_floating(tensor.entry.dtype) or tensor.entry.layout == "blocks":
         yield from _casts(tensor, tally, casts, looks)
         yield from _subnormal(tensor, tally, looks)
-    if role in ("weight", "ema") and not legitimate_inf(tensor, tally):
+    # Of a tensor with a shard missing nothing can be said that is about all its elements.
+    if role in ("weight", "ema") and not legitimate_inf(tensor, tally) and not tensor.entry.missing:
         flat = list(_constant(tensor, tally))
         yield from flat
         if not flat:
@@ -134,7 +135,7 @@ def _nonfinite(tensor: Tensor, tally: Tally, looks: Looks) -> Iterator[ScanFindi
     evidence = nonfinite_evidence(tensor, tally, looks)
     what = {"buffer": "buffer", "ema": "average", "scale": "quantisation scale"}.get(tensor.role.role, "weight")
     at = f", first at {evidence['first_index']}" if "first_index" in evidence else ""
-    blocks = f" in {tensor.bad_blocks:,} blocks" if tensor.bad_blocks else ""
+    blocks = f" in {tensor.bad_blocks:,} block{'' if tensor.bad_blocks == 1 else 's'}" if tensor.bad_blocks else ""
     message = f"this {what} holds {kinds_of(tally)}: {share_of(tally.nonfinite, tally.elements)}{blocks}{at}"
     yield tensor_finding(tensor, "nonfinite-weight", "error", message, evidence)
 
@@ -222,12 +223,13 @@ def _subnormal(tensor: Tensor, tally: Tally, looks: Looks) -> Iterator[ScanFindi
 def _constant(tensor: Tensor, tally: Tally) -> Iterator[ScanFinding]:
     entry, name = tensor.entry, tensor.name
     matrix = sum(size > 1 for size in entry.shape) >= 2
-    if tally.nonfinite or not matrix or tally.elements < _SMALLEST_MATRIX or tally.low != tally.high:
+    uniform = tally.zero == tally.elements or (tally.low is not None and tally.low == tally.high)
+    if tally.nonfinite or not matrix or tally.elements < _SMALLEST_MATRIX or not uniform:
         return
     if _NORM.search(name) or _BIAS.search(name) or _BORN_ZERO.search(name):
         return
     evidence = counted(tensor, count=tally.elements, absmax=tally.absmax)
-    if tally.low == 0:
+    if tally.zero == tally.elements:
         size = "a large tensor of zeros is more often a write that failed than a result of training"
         message = f"all {tally.elements:,} elements are zero" + (f"; {size}" if tally.elements >= 1 << 20 else "")
         yield tensor_finding(tensor, "all-zero", "warning", message, evidence)
