@@ -33,6 +33,7 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_o
 _OTHER = re.compile(r"(?:layer_|expp_rank_|expert_).*_(?:model|optim)_states\.pt|layer_.*-model_.*states\.pt")
 
 _FLAT_GROUPS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
+_FROZEN = ("frozen_param_fragments",)
 _MAX_POINTER = 4096
 
 
@@ -119,22 +120,26 @@ def read_deepspeed_tag(listing: Listing, read: Read) -> Part:
         elif optim is not None:
             save.optims[int(optim[1]), int(optim[2])] = index
     for (rank, _), index in sorted(save.models.items()):
-        stage3 = any(key[0] for key in save.models) or _zero_stage(save) == 3
+        stage3 = _zero_stage(save) == 3
         placeholders = _placeholders(index) if stage3 else frozenset()
-        part.add_file(
-            replace(
-                index,
-                tensors=tuple(
-                    replace(entry, layout="placeholder") if entry.path in placeholders else entry
-                    for entry in index.tensors
-                ),
-            ),
-            rank=rank,
+        tensors = tuple(
+            replace(entry, layout="placeholder") if entry.path in placeholders else entry
+            for entry in index.tensors
+            if not (stage3 and entry.path[:1] == _FROZEN)
         )
+        part.add_file(replace(index, tensors=tensors), rank=rank)
+    for model_rank in sorted({key[1] for key in save.models}) if _zero_stage(save) == 3 else ():
+        _join_frozen(part, {key[0]: index for key, index in save.models.items() if key[1] == model_rank})
     if save.optims:
         _check_ranks(listing, part, save)
         for model_rank in sorted({key[1] for key in save.optims}):
             _attribute(part, save, model_rank)
+    elif any(_placeholders(index) for index in save.models.values()):
+        part.problem(
+            "missing-shard",
+            "a ZeRO-3 save keeps its weights in *_optim_states.pt files, and none is there: only placeholders are left",
+            listing.path("zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        )
     _check_model_files(listing, part, save)
     return part
 
@@ -185,6 +190,39 @@ def _placeholders(index: FileIndex) -> frozenset[tuple[Any, ...]]:
         and entry.path[0] == "module"
         and (entry.path[-1] in named or entry.path[-1] in frozen)
     )
+
+
+def _join_frozen(part: Part, models: dict[int, FileIndex]) -> None:
+    """Put the parts together into which ZeRO-3 cuts parameters that are not trained."""
+    shapes = {
+        name: shape
+        for index in models.values()
+        for name, given in mapping(attribute(index.tree, "frozen_param_shapes")).items()
+        if isinstance(name, str) and (shape := sizes(given)) is not None
+    }
+    world = max(models) + 1
+    parts: dict[str, dict[int, TensorEntry]] = {}
+    for rank, index in models.items():
+        for entry in index.tensors:
+            if entry.path[:1] != _FROZEN:
+                continue
+            if len(entry.path) == 2 and entry.path[1] in shapes and is_flat(entry):
+                parts.setdefault(entry.path[1], {})[rank] = entry
+            else:
+                part.tensors.append(replace(entry, rank=rank))
+    for name, own in parts.items():
+        shape = shapes[name]
+        total = math.prod(shape)
+        share = -(-total // world)
+        pieces: list[Piece] = []
+        for rank, entry in sorted(own.items()):
+            begin = min(rank * share, total)
+            pieces.extend(carve(entry, 0, min(share, total - begin, entry.shape[0]), shape, begin))
+        first = own[min(own)]
+        held = sum(math.prod(piece.shape) for piece in pieces)
+        part.tensors.append(
+            replace(first, name=name, key=first.name, shape=shape, pieces=tuple(pieces), missing=total - held)
+        )
 
 
 def _check_ranks(listing: Listing, part: Part, save: _Save) -> None:

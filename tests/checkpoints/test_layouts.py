@@ -140,6 +140,24 @@ def test_deepspeed_without_slices(tmp_path: Path) -> None:
     assert all(same(masters[name], tensor) for name, tensor in layouts.parameters().items())
 
 
+def test_deepspeed_parameters_that_are_not_trained(tmp_path: Path) -> None:
+    layouts.save_deepspeed(tmp_path, 3)
+    whole = torch.arange(15.0).reshape(5, 3)
+    parts = [whole.flatten()[:8], torch.cat([whole.flatten()[8:], torch.zeros(1)])]
+    for rank, part in enumerate(parts):
+        path = tmp_path / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=True)
+        state["module"]["frozen.weight"] = torch.empty(0)
+        state["frozen_param_shapes"] = {"frozen.weight": torch.Size((5, 3))}
+        state["frozen_param_fragments"] = {"frozen.weight": part.clone()}
+        torch.save(state, path)
+    index = index_checkpoint(tmp_path)
+    assert index.problems == ()
+    entries = [entry for entry in index.tensors if entry.name == "frozen.weight" and entry.layout == "strided"]
+    assert len(entries) == 1
+    assert same(value(index, entries[0]), whole)
+
+
 def test_deepspeed_tag_folder(tmp_path: Path) -> None:
     layouts.save_deepspeed(tmp_path, 2, fp16=False)
     index = index_checkpoint(tmp_path / "global_step2")

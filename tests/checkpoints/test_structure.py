@@ -203,13 +203,20 @@ def test_a_pointer_to_nothing(tmp_path: Path, text: str) -> None:
 def test_flat_buffers_of_the_wrong_size(tmp_path: Path) -> None:
     layouts.save_deepspeed(tmp_path, 3)
     path = tmp_path / "global_step2" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    state = torch.load(path, weights_only=False) if False else None
-    assert state is None
     model = tmp_path / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     saved = torch.load(model, weights_only=True)
     saved["param_shapes"] = [{"other.weight": torch.Size((50, 50))}]
     torch.save(saved, model)
     assert ("shape-mismatch", "error", path.name) in found(index_checkpoint(tmp_path))
+
+
+def test_placeholders_without_the_files_that_hold_the_weights(tmp_path: Path) -> None:
+    layouts.save_deepspeed(tmp_path, 3)
+    for path in (tmp_path / "global_step2").glob("*_optim_states.pt"):
+        path.unlink()
+    index = index_checkpoint(tmp_path)
+    assert found(index) == [("missing-shard", "error", "zero_pp_rank_0_mp_rank_00_optim_states.pt")]
+    assert "only placeholders are left" in message(index)
 
 
 def test_a_universal_save_without_weights(tmp_path: Path) -> None:
