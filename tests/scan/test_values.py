@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from nanprobe.checkpoints import CheckpointIndex, index_checkpoint
 from nanprobe.formats import by_name
 from tests.scan.helpers import found, normal, only, saved, scanned, weights, worth_a_word
 
@@ -219,3 +221,29 @@ def test_what_is_in_a_big_file_is_found(tmp_path: Path, compressed: bool) -> Non
     finding = only(scanned(path), "nonfinite-weight")
     assert finding.evidence["first_index"] == [2, 2_900_001 - (2 << 20)]
     assert finding.evidence["nan"] == 1
+
+
+def test_a_file_that_becomes_shorter_while_it_is_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": normal(100, 100), "b": normal(100, 100)}, path)
+
+    def index_and_cut(where: str) -> CheckpointIndex:
+        index = index_checkpoint(where)
+        path.write_bytes(path.read_bytes()[:-30_000])
+        return index
+
+    monkeypatch.setattr("nanprobe.scan.scanner.index_checkpoint", index_and_cut)
+    report = scanned(path)
+    assert only(report, "truncated-file").tensor == "b"
+    assert (report.summary.scanned, report.summary.unreadable, report.exit_code) == (1, 1, 1)
+
+
+def test_bytes_that_changed_after_they_were_saved(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"w": normal(100, 100)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.find(normal(100, 100)[5].numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert only(scanned(path), "corrupt-file").severity == "error"
+    assert worth_a_word(scanned(path, check_crc=False)) == []
