@@ -25,6 +25,7 @@ from nanprobe.checkpoints.pickle_machine import Loaded, PickleDamage, load_pickl
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.safetensors_file import index_safetensors
+from nanprobe.checkpoints.sniff import HEAD, impostor
 from nanprobe.checkpoints.torch_objects import BUILDERS
 from nanprobe.checkpoints.torch_zip import index_torch_zip
 from nanprobe.checkpoints.trees import attribute, class_of, count, mapping, sizes, text
@@ -44,6 +45,9 @@ def read_dcp(listing: Listing) -> Part:
     part = Part(kind="dcp")
     path = listing.path(METADATA)
     with Window(path) as window:
+        found = impostor(window.head(HEAD), window.size)
+        if found is not None:
+            raise window.damage(found.rule, found.message)
         try:
             loaded = load_pickle(PickleSource(window, end=window.size), builders=BUILDERS)
         except PickleDamage as error:
@@ -167,6 +171,11 @@ class _Reader:
             )
             return None
         self.part.note_file(path, "dcp-shard", window.size)
+        found = impostor(window.head(HEAD), window.size)
+        if found is not None:
+            self.part.problems.append(Problem(rule=found.rule, severity="error", message=found.message, file=path))
+            window.close()
+            return None
         return window
 
     def _object(self, name: str, where: tuple[Any, ...], found: dict[tuple[int, ...] | None, Any]) -> None:

@@ -33,13 +33,13 @@ from nanprobe.checkpoints.megatron import (
 )
 from nanprobe.checkpoints.onnx_file import external_files
 from nanprobe.checkpoints.parts import Part
-from nanprobe.checkpoints.records import Damage, FileIndex
+from nanprobe.checkpoints.records import Damage, FileIndex, NoCheckpoint
 from nanprobe.checkpoints.sharded import compare_index, read_shard_index, read_shards
 from nanprobe.checkpoints.sniff import CHECKPOINT_SUFFIXES, READABLE, Sniffed
 from nanprobe.checkpoints.trainer_files import is_json_state, read_json_state, text_reason
 from nanprobe.errors import UsageError
 
-__all__ = ["read_folder"]
+__all__ = ["folder_of", "read_folder"]
 
 Read = Callable[[str], FileIndex]
 
@@ -55,6 +55,12 @@ _WEIGHTS = ("model", "pytorch_model", "adapter", "consolidated", "global_step", 
 """Beginnings of the names of files and folders with a model's weights in a trainer's folder."""
 
 _RANKED = re.compile(r"(rng_state_|random_states_|pytorch_model_fsdp_\d+_rank|pytorch_model_fsdp_rank)(\d{1,6})(\..+)")
+
+_GUESSED = frozenset({"pickle", "onnx"})
+"""Kinds that a few bytes suggest; what cannot be read as one and is not called one is something else."""
+
+_MARKS = frozenset({METADATA, POINTER, "latest", "latest_universal", "trainer_state.json"})
+"""Files that stand for the folder that they lie in."""
 
 _IGNORED_FOLDERS = frozenset({".git", "__pycache__", ".cache", ".ipynb_checkpoints", "runs", "logs", "context"})
 
@@ -77,6 +83,13 @@ class _Folder:
         self.kinds.append(part.kind)
         if whole and not self.layout:
             self.layout = part.kind
+
+
+def folder_of(path: str) -> str:
+    """Return the folder when ``path`` is a file that stands for it or is a part that says nothing alone."""
+    folder, name = os.path.split(path)
+    stands = name in _MARKS or name.endswith(".distcp")
+    return (folder or ".") if stands and os.path.isfile(path) else path
 
 
 def read_folder(path: str, read: Read, *, depth: int = 0, seen: frozenset[str] = frozenset()) -> Part:
@@ -315,6 +328,9 @@ def _single_file(folder: _Folder, name: str) -> None:
             if index.kind == "onnx":
                 folder.taken.update(os.path.relpath(file, folder.listing.folder) for file in external_files(index))
         except Damage as damage:
+            if suffix not in CHECKPOINT_SUFFIXES and (isinstance(damage, NoCheckpoint) or found.kind in _GUESSED):
+                folder.part.skip(path, damage.problem.message)
+                return
             folder.part.note_file(path, found.kind)
             folder.part.problems.append(damage.problem)
             folder.kinds.append(found.kind)

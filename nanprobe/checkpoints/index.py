@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from nanprobe.checkpoints.folder import read_folder
+from nanprobe.checkpoints.folder import folder_of, read_folder
 from nanprobe.checkpoints.gguf_file import index_gguf
 from nanprobe.checkpoints.locate import Located, locate, look
 from nanprobe.checkpoints.names import name_tensors
@@ -13,11 +13,19 @@ from nanprobe.checkpoints.numpy_file import index_npy
 from nanprobe.checkpoints.onnx_file import index_onnx
 from nanprobe.checkpoints.parts import Part
 from nanprobe.checkpoints.plain_pickle import index_pickle
-from nanprobe.checkpoints.records import CheckpointFile, CheckpointIndex, Damage, FileIndex, Problem, Storage
+from nanprobe.checkpoints.records import (
+    CheckpointFile,
+    CheckpointIndex,
+    Damage,
+    FileIndex,
+    NoCheckpoint,
+    Problem,
+    Storage,
+)
 from nanprobe.checkpoints.safetensors_file import index_safetensors
 from nanprobe.checkpoints.scalars import collect_scalars
 from nanprobe.checkpoints.sharded import compare_index, read_shard_index, read_shards
-from nanprobe.checkpoints.sniff import Sniffed, sniff
+from nanprobe.checkpoints.sniff import Sniffed, named_like_a_checkpoint, sniff
 from nanprobe.checkpoints.tar_file import index_gzip, index_tar
 from nanprobe.checkpoints.torch_legacy import index_torch_legacy
 from nanprobe.checkpoints.torch_zip import index_torch_zip
@@ -43,7 +51,8 @@ def _inside_gzip(window: Window) -> FileIndex:
     found = sniff(window.head(4096), window.size, "")
     reader = _tar if found.kind == "tar" else _PLAIN_READERS.get(found.kind)
     if reader is None:
-        raise window.damage("not-scanned", "it is compressed with gzip, and what is inside is no checkpoint", "warning")
+        message = "it is compressed with gzip, and what is inside is no checkpoint"
+        raise NoCheckpoint(window.damage("corrupt-file", message).problem)
     return reader(window)
 
 
@@ -71,7 +80,9 @@ def index_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     What is wrong with its files stands in ``problems``. UsageError when ``path`` is no checkpoint at all.
     """
     text = os.fspath(path)
-    if os.path.isdir(text):
+    whole = folder_of(text)
+    if os.path.isdir(whole):
+        text = whole
         part = read_folder(text, index_file)
         if not part.kind or not (part.files or part.problems):
             raise UsageError(_no_checkpoint(text, part))
@@ -135,6 +146,8 @@ def _of_file(located: Located) -> Part:
             part.add_file(index)
             part.kind = index.kind
     except Damage as damage:
+        if isinstance(damage, NoCheckpoint) and not named_like_a_checkpoint(located.file):
+            raise UsageError(f"{located.path} is no checkpoint: {damage.problem.message}") from None
         part.note_file(located.file, located.kind)
         part.problems.append(damage.problem)
     return part

@@ -131,7 +131,7 @@ class _Machine:
                 self.pos = pos + 2
                 self.recall(data[pos + 1])
                 continue
-            if code == _MEMOIZE or code == _BINPUT:
+            if code in (_BINPUT, _MEMOIZE):
                 self.memory -= _MEMO
                 if self.memory < 0:
                     self.charge(0)

@@ -18,6 +18,7 @@ __all__ = [
     "Damage",
     "Extent",
     "FileIndex",
+    "NoCheckpoint",
     "Piece",
     "Problem",
     "Scalar",
@@ -51,6 +52,10 @@ class Damage(Exception):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
         self.problem = problem
+
+
+class NoCheckpoint(Damage):
+    """The file is sound, or may be, but it is something else than a checkpoint: an archive of other things."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 
 from nanprobe.checkpoints.onnx_file import looks_like_onnx
 from nanprobe.checkpoints.torch_legacy import is_torch_legacy
 
-__all__ = ["CHECKPOINT_SUFFIXES", "HEAD", "READABLE", "Sniffed", "sniff"]
+__all__ = ["CHECKPOINT_SUFFIXES", "HEAD", "READABLE", "Sniffed", "impostor", "named_like_a_checkpoint", "sniff"]
 
 HEAD = 4096
 """Bytes from the start of a file that :func:`sniff` wants."""
@@ -31,6 +32,19 @@ class Sniffed:
     kind: str
     rule: str = "corrupt-file"
     message: str = ""
+
+
+def named_like_a_checkpoint(path: str) -> bool:
+    """Return whether the file's suffix says that it is a checkpoint."""
+    return os.path.splitext(path)[1].lower() in CHECKPOINT_SUFFIXES
+
+
+def impostor(head: bytes, size: int) -> Sniffed | None:
+    """Return what stands in the place of a part of a checkpoint: a pointer, a web page, nothing; None for data."""
+    if size == 0:
+        return sniff(head, size, "")
+    found = _foreign(head, size)
+    return found if found is not None and found.kind in ("lfs-pointer", "html") else None
 
 
 def sniff(head: bytes, size: int, suffix: str) -> Sniffed:

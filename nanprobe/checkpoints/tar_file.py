@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanprobe.checkpoints.describe import limit_problems
-from nanprobe.checkpoints.records import Damage, FileIndex, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.records import Damage, FileIndex, NoCheckpoint, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.sniff import Sniffed, sniff
 from nanprobe.checkpoints.window import Window
 
@@ -63,6 +63,8 @@ def index_tar(window: Window, read: Callable[[Window, Sniffed], FileIndex | None
         kind = sniff(inner.head(4096), inner.size, os.path.splitext(member.name)[1].lower())
         try:
             index = read(inner, kind)
+        except NoCheckpoint:
+            continue
         except Damage as damage:
             found += 1
             problems.append(replace(damage.problem, message=f"{member.name[:200]}: {damage.problem.message}"))
@@ -81,7 +83,7 @@ def index_tar(window: Window, read: Callable[[Window, Sniffed], FileIndex | None
     if not found and problems:
         raise Damage(problems[0])
     if not found:
-        raise window.damage("corrupt-file", "it is a tar archive without a checkpoint inside")
+        raise NoCheckpoint(window.damage("corrupt-file", "it is a tar archive without a checkpoint inside").problem)
     return FileIndex(
         kind="nemo" if nemo else "tar",
         file=window.path,
@@ -193,7 +195,7 @@ def index_gzip(window: Window, read: Callable[[Window], FileIndex]) -> FileIndex
         with Window(path) as inner:
             index = read(inner)
     except Damage as damage:
-        raise Damage(replace(damage.problem, file=window.path)) from None
+        raise type(damage)(replace(damage.problem, file=window.path)) from None
     except OSError as error:
         raise window.damage(
             "not-scanned", f"it cannot be decompressed into {folder}: {error.strerror or error}", "warning"

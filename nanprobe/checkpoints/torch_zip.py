@@ -14,7 +14,7 @@ from nanprobe.checkpoints.inert import Span, StorageRef
 from nanprobe.checkpoints.numpy_file import index_npz
 from nanprobe.checkpoints.pickle_machine import Loaded, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
-from nanprobe.checkpoints.records import Extent, FileIndex, Storage
+from nanprobe.checkpoints.records import Extent, FileIndex, NoCheckpoint, Storage
 from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
 from nanprobe.checkpoints.window import Window
 from nanprobe.checkpoints.zip_directory import Member, read_directory, read_member, resolve
@@ -37,10 +37,11 @@ def index_torch_zip(window: Window, known: dict[bytes, Loaded] | None = None) ->
         return index_npz(window, members)
     roots = sorted((name for name in members if name.endswith("/data.pkl") or name == "data.pkl"), key=len)
     if not roots:
-        raise window.damage(
+        damage = window.damage(
             "corrupt-file",
             "it is a zip but no torch.save file: it has no data.pkl; unpack it, or give the file that is inside",
         )
+        raise NoCheckpoint(damage.problem)
     root = roots[0].removesuffix("data.pkl")
     checked = any(member.crc32 for member in members.values() if member.size)
     pickle = read_member(window, members[roots[0]], _MAX_PICKLE, check=checked)

@@ -526,3 +526,41 @@ def test_json_with_too_many_values(tmp_path: Path) -> None:
 def test_index_names_are_json(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
     assert found(index_checkpoint(tmp_path)) == [("corrupt-file", "error", "model.safetensors.index.json")]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_that_stands_for_its_folder(tmp_path: Path, name: str) -> None:
+    layouts.split_dcp(tmp_path)
+    index = index_checkpoint(tmp_path / name)
+    assert (index.kind, index.path, index.problems) == ("dcp", str(tmp_path), ())
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_a_pointer_in_the_place_of_a_part(tmp_path: Path, name: str) -> None:
+    layouts.split_dcp(tmp_path)
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    index = index_checkpoint(tmp_path)
+    assert found(index)[0] == ("corrupt-file", "error", name)
+    assert "git lfs pull" in message(index)
+
+
+def test_archives_of_other_things(tmp_path: Path) -> None:
+    """An archive beside a checkpoint is no damaged checkpoint, unless it is called one."""
+    import tarfile
+    import zipfile
+
+    torch.save(FLAT, tmp_path / "model.pt")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
+    with tarfile.open(tmp_path / "logs.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "data.zip", "a.zip.txt")
+    (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"a,b"))
+    (tmp_path / "words").write_bytes(b"\x80\x02 and so on")
+    index = index_checkpoint(tmp_path)
+    assert index.problems == ()
+    assert len(index.skipped) == 4
+    for name in ("data.zip", "table.csv.gz"):
+        with pytest.raises(UsageError, match="no checkpoint"):
+            index_checkpoint(tmp_path / name)
+    (tmp_path / "data.zip").rename(tmp_path / "data.pt")
+    assert found(index_checkpoint(tmp_path)) == [("corrupt-file", "error", "data.pt")]
