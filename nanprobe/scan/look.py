@@ -29,6 +29,9 @@ BOX = 1 << 20
 _MAX_HELD = 1 << 27
 """Bytes of a compressed storage up to which it is decoded into memory for a second look."""
 
+_MOST_REPEATED, _ALWAYS = 16, 1 << 22
+"""Elements for each byte of storage, and elements in any case, up to which a tensor is looked at again."""
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and size in each dimension."""
 
@@ -72,6 +75,10 @@ class Looker:
         if entry.unreadable is not None or entry.dtype == "float4_e2m1fn_x2" or 0 in entry.shape:
             return False
         if not all(self._reachable(piece) for piece in entry.pieces):
+            return False
+        # A stride of zero makes any number of elements of a few bytes; a loop over all of them would never end.
+        held = sum(self._storages[piece.storage].size for piece in entry.pieces)
+        if entry.elements > _MOST_REPEATED * held + _ALWAYS:
             return False
         return bool(entry.pieces) and (blocks_dtype(entry) or entry.dtype in COUNTABLE)
 

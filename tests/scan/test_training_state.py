@@ -17,10 +17,44 @@ NAN, INF = math.nan, math.inf
 
 
 def test_a_healthy_run_is_clean(tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu")
     tree = Adam().tree() | {"scaler": {"scale": 65536.0, "_growth_tracker": 3, "growth_factor": 2.0}, "epoch": 3}
     assert worth_a_word(saved(tmp_path, tree)) == []
-    assert scaler is not None
+
+
+OPTIMIZERS = (
+    "AdamW",
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "NAdam",
+    "Adamax",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+    "RAdam",
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_pytorch_saves_is_clean(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 9)
+    )
+    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(50, 16, padding_idx=0), "body": body})
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        body(model["emb"](torch.randint(0, 30, (8, 5))).mean(1)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(model)
+    tree = {"model": model, "optimizer": optimizer, "scheduler": schedule, "ema": average}
+    states = {key: held.state_dict() for key, held in tree.items()} | {"rng": torch.get_rng_state()}
+    assert worth_a_word(saved(tmp_path, states)) == []
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

@@ -247,3 +247,13 @@ def test_bytes_that_changed_after_they_were_saved(tmp_path: Path) -> None:
     path.write_bytes(data)
     assert only(scanned(path), "corrupt-file").severity == "error"
     assert worth_a_word(scanned(path, check_crc=False)) == []
+
+
+def test_a_view_that_claims_more_elements_than_any_memory_holds(tmp_path: Path) -> None:
+    base = torch.tensor([[math.nan]])
+    huge = base.expand(1 << 20, 1 << 21)
+    finding = only(saved(tmp_path, {"w": huge}), "nonfinite-weight")
+    assert finding.evidence["nan"] == 1 << 41
+    assert "first_index" not in finding.evidence
+    zero = torch.zeros(1).expand(1 << 20, 1 << 21)
+    assert only(saved(tmp_path, {"w": zero}), "all-zero").evidence["count"] == 1 << 41

@@ -12,6 +12,9 @@ from nanprobe.scan_records import ScanFinding
 
 __all__ = ["ModelShape", "judge_model"]
 
+_MOST_HINTS = 20
+"""Names for which the most similar one is looked up; that takes as long as all other rules over ten tensors."""
+
 ModelShape = Mapping[str, tuple[tuple[int, ...], str]]
 """Name of each tensor of the model's state dict: its shape, and a label that tied names share."""
 
@@ -23,19 +26,23 @@ def judge_model(subject: Subject, model: ModelShape) -> Iterator[ScanFinding]:
     }  # fmt: skip
     strip, add = fitting_prefixes(present, model)
     fitted = {add + name.removeprefix(strip): tensor for name, tensor in present.items() if name.startswith(strip)}
+    hints = 0
+    lacking = [key for key in model if key not in fitted]
     loaded = {label for name, (_, label) in model.items() if name in fitted}
     for name, (shape, label) in model.items():
         tensor = fitted.get(name)
         if tensor is None:
             # safetensors leaves out all but one of the names that are tied.
             if label not in loaded:
-                yield _missing(subject, name, shape, list(fitted))
+                hints += 1
+                yield _missing(subject, name, shape, list(fitted) if hints <= _MOST_HINTS else ())
         elif tensor.entry.shape != shape:
             message = f"its shape is {list(tensor.entry.shape)}, the model's {list(shape)}"
             yield tensor_finding(tensor, "shape-mismatch", "error", message, counted(tensor, expected=list(shape)))
     for name, tensor in fitted.items():
         if name not in model:
-            close = nearest(name, [key for key in model if key not in fitted])
+            hints += 1
+            close = nearest(name, lacking) if hints <= _MOST_HINTS else None
             hint = f"; the model has {close}" if close else ""
             yield tensor_finding(
                 tensor, "unexpected-key", "warning", f"the model has no such tensor{hint}", counted(tensor)

@@ -53,13 +53,16 @@ _BIAS = re.compile(r"(^|[._])(\w*bias\w*|b)$")
 _BORN_ZERO = re.compile(
     r"lora_B|lora_embedding_B|lora_up|lora\.up|hada_w2_a|lokr_w2|zero_conv|zero_module|controlnet_\w*block"
     r"|controlnet_cond_embedding\.conv_out|input_hint_block|adaLN|ada_ln|norm\w*\.linear\.|final_layer\.linear"
-    r"|cls_token|mask_token|pos_embed|position_embedding|gate\b|alpha"
+    r"|cls_token|mask_token|pos_embed|position_embedding|gate\b|alpha|A_log"
 )
 """Weights that are zero when training starts, by design."""
 
 _EMBEDDING = re.compile(
-    r"embed|wte|wpe|word_emb|tok_emb|lm_head|embed_out|output_projection|^output\.weight", re.IGNORECASE
+    r"emb|wte|wpe|lm_head|embed_out|output_projection|proj_out|predictions\.decoder|^output\.weight",
+    re.IGNORECASE,
 )
+"""Tables with a row for each token, and the projections that are tied to them."""
+
 _SCALAR_WEIGHT = re.compile(r"(scale|weight|bias|gamma|beta|alpha|temperature)$")
 
 
