@@ -58,6 +58,10 @@ class Cursor:
 
     def varint(self) -> int:
         """Return one integer of protobuf's variable length; Damage when it does not end."""
+        start = self.at - self._base
+        if 0 <= start < len(self._data) and self.at < self.end and self._data[start] < 128:
+            self.at += 1
+            return self._data[start]
         value = 0
         for shift in range(0, 70, 7):
             byte = self.take(1)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -51,8 +52,8 @@ _PACKED = {"float32": 4, "complex64": 4, "float64": 10, "complex128": 10}
 """The field that holds elements as a packed run of little-endian numbers, by type."""
 
 _MAX_DEPTH = 16
-_MAX_TENSORS = 1_000_000
-_MAX_FIELDS = 20_000_000
+_MAX_TENSORS = 250_000
+_MAX_FIELDS = 5_000_000
 _MAX_NAME = 1 << 16
 _MAX_VARINTS = 1 << 22
 _Result = tuple[TensorEntry, Storage | None, Problem | None]
@@ -244,8 +245,9 @@ def external_files(index: FileIndex) -> tuple[str, ...]:
 def _absent(folder: str, tensors: list[_Tensor], sizes: dict[str, int | None]) -> list[Problem]:
     """Return a problem for each file that tensors lie in and that is not there."""
     problems: list[Problem] = []
+    counts = Counter(tensor.external.get("location", "").removeprefix("./") for tensor in tensors if tensor.outside)
     for name in [name for name, size in sizes.items() if size is None]:
-        wanted = sum(1 for tensor in tensors if tensor.outside and tensor.external.get("location") == name)
+        wanted = counts[name]
         problems.append(
             Problem(
                 rule="missing-shard",

@@ -19,6 +19,9 @@ from nanprobe.checkpoints.window import Window
 
 __all__ = ["MAX_HEADER", "index_safetensors"]
 
+MAX_TENSORS = 250_000
+"""Tensors in one file beyond which it is no model's; the largest mixtures of experts have some 50,000."""
+
 MAX_HEADER = 100_000_000
 """Largest header in bytes, the format's own limit."""
 
@@ -75,6 +78,8 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
         raise window.damage("corrupt-file", "its header is no JSON text: the file was overwritten or damaged") from None
     if not isinstance(header, dict):
         raise window.damage("corrupt-file", "its header is no JSON object")
+    if len(header) > MAX_TENSORS:
+        raise window.damage("not-scanned", f"its header names more than {MAX_TENSORS:,} tensors", "warning")
     return header, 8 + length
 
 

@@ -7,6 +7,7 @@ what the index says and what the shards hold are compared in both directions.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from nanprobe.checkpoints.window import Window
 __all__ = ["ShardIndex", "compare_index", "read_shard_index", "read_shards"]
 
 _MAX_INDEX = 100_000_000
+_MAX_NAMES = 2_000_000
+_MAX_SHARDS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ def read_shard_index(path: str) -> ShardIndex:
         weight_map = data.get("weight_map") if isinstance(data, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise window.damage("corrupt-file", "the shard index has no weight_map from tensor names to file names")
+        if len(weight_map) > _MAX_NAMES or len(set(weight_map.values())) > _MAX_SHARDS:
+            raise window.damage("corrupt-file", f"the weight_map names more than {_MAX_SHARDS:,} files")
         if not weight_map:
             raise window.damage("corrupt-file", "the weight_map of the shard index is empty")
     problems: list[Problem] = []
@@ -103,10 +108,11 @@ def read_shards(index: ShardIndex, read: Callable[[str], FileIndex]) -> tuple[li
     folder = os.path.dirname(index.file)
     found: list[FileIndex] = []
     problems: list[Problem] = []
+    counts = Counter(index.weight_map.values())
     for name in index.shards:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
-            wanted = sum(1 for shard in index.weight_map.values() if shard == name)
+            wanted = counts[name]
             problems.append(
                 Problem(
                     rule="missing-shard",

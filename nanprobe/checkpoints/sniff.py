@@ -51,6 +51,8 @@ def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
     """Return what the file is that begins with ``head``, is ``size`` bytes long and has the lower-case ``suffix``."""
     if size == 0:
         return Sniffed("empty", "truncated-file", "it is empty: the save or the download did not write anything")
+    if _is_safetensors(head):
+        return Sniffed("safetensors")
     foreign = _foreign(head, size)
     if foreign is not None:
         return foreign
@@ -68,8 +70,6 @@ def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
         return Sniffed("tar")
     if head.startswith(_LEGACY_MAGIC[: len(head)]) or is_torch_legacy(head[:128]):
         return Sniffed("torch-legacy")
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
-        return Sniffed("safetensors")
     if suffix == ".onnx" or looks_like_onnx(head):
         return Sniffed("onnx") if head.strip(b"\0") else _zeros(head)
     if suffix == ".safetensors":
@@ -81,6 +81,14 @@ def sniff(head: bytes, size: int, suffix: str) -> Sniffed:
     if suffix in (".pkl", ".pickle") and head[:1] in b"(]}c\x80":
         return Sniffed("pickle")
     return Sniffed("", "corrupt-file", f"its content is of no known checkpoint format (it begins with {head[:8]!r})")
+
+
+def _is_safetensors(head: bytes) -> bool:
+    """Return whether a length of eight bytes and the brace of a header begin the file.
+
+    Comes before the looks for texts: the length itself may read like one (0x7b20 is a space and a brace).
+    """
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
 
 
 def _zeros(head: bytes) -> Sniffed:

@@ -564,3 +564,14 @@ def test_archives_of_other_things(tmp_path: Path) -> None:
             index_checkpoint(tmp_path / name)
     (tmp_path / "data.zip").rename(tmp_path / "data.pt")
     assert found(index_checkpoint(tmp_path)) == [("corrupt-file", "error", "data.pt")]
+
+
+@pytest.mark.parametrize("length", [0x7B20, 0x7B09, 0x20])
+def test_a_header_whose_length_reads_like_a_text(tmp_path: Path, length: int) -> None:
+    """0x7b20 is a space and a brace, as at the beginning of a JSON text."""
+    header = json.dumps({"__metadata__": {"pad": ""}}).encode()
+    if length > len(header):
+        header = json.dumps({"__metadata__": {"pad": "x" * (length - len(header))}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    index = index_checkpoint(tmp_path / "a.safetensors")
+    assert (index.kind, index.problems) == ("safetensors", ())
