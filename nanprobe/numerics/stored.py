@@ -54,8 +54,14 @@ def is_floating(dtype: str) -> bool:
 def decoded(raw: Any, dtype: str, byteorder: str = "little") -> Any:
     """Return the elements in ``raw`` (a contiguous uint8 array) in a type that NumPy computes with.
 
-    FP32 for itself, FP64 for every other floating-point type, integers and complex numbers as they are.
+    FP32 for itself and the 16-bit types, FP64 for every other floating-point type, integers and complex numbers as they
+    are.
     """
+    if dtype == "bfloat16":
+        return (raw.view(_ordered("<u2", byteorder)).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "float16":
+        with np.errstate(invalid="ignore"):  # a signalling NaN is still a NaN
+            return raw.view(_ordered("<f2", byteorder)).astype(np.float32)
     if dtype in _FLOATS and dtype not in ("float64", "float32"):
         return pattern_values(_table_name(dtype))[_patterns(raw, dtype, byteorder)]
     code = _FLOATS.get(dtype) or _INTEGERS.get(dtype) or _COMPLEX[dtype]

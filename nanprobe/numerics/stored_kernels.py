@@ -318,6 +318,84 @@ def _tally8_c(data, n, table, size, tables, limits, nl, below, counts, sums):
     held[:, :] = uint32(0)
 
 
+@_plain
+def _largest64(bits: Any) -> Any:
+    largest = int64(0)
+    for i in range(bits.shape[0]):
+        largest = max(largest, bits[i] & int64(0x7FFFFFFFFFFFFFFF))
+    return largest
+
+
+@_any_order
+def _gaps64(one: Any, other: Any) -> Any:
+    difference, before, after, product, furthest = 0.0, 0.0, 0.0, 0.0, 0.0
+    changed = int64(0)
+    for i in range(one.shape[0]):
+        a, b = _as_float64(one[i]), _as_float64(other[i])
+        d = b - a
+        changed += int64(d != 0.0)
+        furthest = max(furthest, abs(d))
+        difference += d * d
+        before += a * a
+        after += b * b
+        product += a * b
+    return difference, before, after, product, furthest, changed
+
+
+@_plain
+def _compare64(one: Any, other: Any, counts: Any, sums: Any, places: Any) -> None:
+    infinite = int64(0x7FF0000000000000)
+    for start in range(0, one.shape[0], _BLOCK):
+        x, y = one[start : start + _BLOCK], other[start : start + _BLOCK]
+        if _largest64(x) < infinite and _largest64(y) < infinite:
+            difference, before, after, product, furthest, changed = _gaps64(x, y)
+            counts[0] += changed
+            sums[0] += difference
+            sums[1] += before
+            sums[2] += after
+            sums[3] += product
+            if furthest > sums[4]:
+                sums[4] = furthest
+                for i in range(x.shape[0]):
+                    if abs(_as_float64(y[i]) - _as_float64(x[i])) == furthest:
+                        places[0] = start + i
+                        break
+            continue
+        for i in range(x.shape[0]):
+            a, b = _as_float64(x[i]), _as_float64(y[i])
+            good_a, good_b = abs(a) < np.inf, abs(b) < np.inf
+            if good_a and good_b:
+                d = b - a
+                counts[0] += int64(d != 0.0)
+                sums[0] += d * d
+                sums[1] += a * a
+                sums[2] += b * b
+                sums[3] += a * b
+                if abs(d) > sums[4]:
+                    sums[4] = abs(d)
+                    places[0] = start + i
+            elif good_a:
+                counts[0] += 1
+                counts[1] += 1
+                if places[1] < 0:
+                    places[1] = start + i
+            elif good_b:
+                counts[0] += 1
+                counts[2] += 1
+            elif not (a == b or (a != a and b != b)):
+                counts[0] += 1
+
+
+def _compare64_c(one, other, n, counts, sums, places):
+    """Compare two arrays of FP64.
+
+    ``counts`` gains elements that differ, that became non-finite, and that became finite; ``sums`` the squares of the
+    difference, of one, of the other, and their product, over elements finite in both, and holds the largest difference;
+    ``places`` holds where that is, and the first element that became non-finite (-1 where there is none).
+    """
+    _compare64(carray(one, (n,)), carray(other, (n,)), carray(counts, (3,)), carray(sums, (5,)), carray(places, (2,)))
+
+
 @intrinsic
 def _carryless(typing_context: Any, a: Any, b: Any) -> Any:
     """Multiply two 64-bit polynomials over GF(2); the 128-bit product as its lower and its upper half."""
@@ -372,6 +450,7 @@ KERNELS: dict[str, tuple[Any, Callable[..., None]]] = {
         _pass16_c,
     ),
     "pass64": (_VOID(_P(_I64), _I64, _P(_I64), _P(_F64), _I64, *_SUMS), _pass64_c),
+    "compare64": (_VOID(_P(_I64), _P(_I64), _I64, _P(_I64), _P(_F64), _P(_I64)), _compare64_c),
     "fold_crc": (_VOID(_P(_U64), _I64, _P(_U64)), _fold_crc_c),
     "tally8": (_VOID(_P(_U64), _I64, _P(_F64), _I64, _P(_U32), _P(_F64), _I64, *_SUMS), _tally8_c),
 }

@@ -18,11 +18,12 @@ from nanprobe.checkpoints import CheckpointIndex, index_checkpoint
 from nanprobe.checkpoints.records import Damage, TensorEntry
 from nanprobe.errors import UsageError
 from nanprobe.exit_codes import verdict_exit_code
+from nanprobe.numerics.native import Kernels, load_kernels
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import Tool
 from nanprobe.scan.compare import Compared, compare_tensors
 from nanprobe.scan.look import Looker
-from nanprobe.scan.measure import default_workers
+from nanprobe.scan.measure import COMPILE_FROM, COMPILED_FROM, default_workers
 from nanprobe.scan.names import fitting_prefixes
 from nanprobe.scan.roles import role_of
 from nanprobe.scan.rules.finding import REMEDIES
@@ -124,12 +125,14 @@ def _compare_all(
     one: _Side, other: _Side, fitted: dict[str, TensorEntry], common: Sequence[str], options: DiffOptions,
     progress: Progress,
 ) -> Iterator[tuple[Change, int]]:  # fmt: skip
+    size = sum(storage.size for side in (one, other) for storage in side.index.storages.values())
+    kernels = load_kernels(compile_missing=size >= COMPILE_FROM) if size >= COMPILED_FROM else None
     workers = max(1, min(options.workers or default_workers(), len(common)))
 
     def run(names: Sequence[str]) -> Iterator[tuple[Change, int]]:
         with Looker(one.index.storages) as looks_a, Looker(other.index.storages) as looks_b:
             for name in names:
-                yield _compare(name, one.tensors[name], looks_a, fitted[name], looks_b)
+                yield _compare(name, one.tensors[name], looks_a, fitted[name], looks_b, kernels)
                 progress.step(detail=name)
 
     if workers == 1:
@@ -148,7 +151,7 @@ def _compare_all(
 
 
 def _compare(
-    name: str, a: TensorEntry, looks_a: Looker, b: TensorEntry, looks_b: Looker
+    name: str, a: TensorEntry, looks_a: Looker, b: TensorEntry, looks_b: Looker, kernels: Kernels | None
 ) -> tuple[Change, int]:  # fmt: skip
     change = Change(
         tensor=name,
@@ -168,7 +171,7 @@ def _compare(
         if not looks.can(entry):
             return replace(change, kind="unreadable", note=entry.unreadable or "its values are not decoded"), 0
     try:
-        found = compare_tensors(looks_a, a, looks_b, b)
+        found = compare_tensors(looks_a, a, looks_b, b, kernels)
     except Damage as damage:
         return replace(change, kind="unreadable", note=damage.problem.message), 0
     except OSError as error:

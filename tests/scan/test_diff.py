@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 import nanprobe
 from nanprobe.cli import main
 from nanprobe.errors import UsageError
+from nanprobe.numerics.native import load_kernels
 from nanprobe.scan import look
+from nanprobe.scan.compare import Compared, _add, _add_compiled
 from nanprobe.scan_records import Change, DiffReport
 from tests.scan.helpers import normal
 
@@ -144,3 +147,27 @@ def test_nothing_in_common(tmp_path: Path) -> None:
     a, b = pair(tmp_path, {"x": torch.ones(2)}, {"y": torch.ones(2)})
     with pytest.raises(UsageError, match="no tensor in common"):
         compared(a, b)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_compiled_comparisons_give_the_same_figures(special: bool) -> None:
+    generator = np.random.default_rng(0)
+    one = generator.standard_normal((40, 500)).astype(np.float32)
+    other = one.copy()
+    other[3:9] *= np.float32(1.25)
+    other[37, 400] += 7
+    if special:
+        one[5, 5] = one[6, 6] = other[6, 6] = np.nan
+        other[30, 1], other[30, 2], one[2, 2], other[2, 2] = np.inf, np.nan, np.inf, -np.inf
+    plain, compiled = Compared(), Compared()
+    kernels = load_kernels()
+    assert kernels is not None
+    with np.errstate(all="ignore"):
+        _add(plain, one, other, (0, 0), one.shape)
+        _add_compiled(compiled, one, other, (0, 0), one.shape, kernels)
+    for name in ("changed", "newly_nonfinite", "repaired", "max_abs", "index", "first_index"):
+        assert getattr(plain, name) == getattr(compiled, name), name
+    for name in ("difference", "before", "after", "product"):
+        assert getattr(plain, name) == pytest.approx(getattr(compiled, name), rel=1e-12), name
+    assert plain.index == (37, 400)
+    assert plain.newly_nonfinite == 2 * special
