@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nanprobe._console.bar import ConsoleProgress
 from nanprobe._console.files import check_target, write_atomically
-from nanprobe._console.terminal import say
+from nanprobe._console.terminal import one_line, say
 from nanprobe.cli.outputs import Outputs
 from nanprobe.errors import Interrupted, UsageError
 
@@ -71,6 +71,8 @@ def run_scan(flags: ScanFlags, outputs: Outputs) -> int:
         report = dataclasses.replace(report, findings=tuple(known))
         if not outputs.quiet:
             say(f"nanprobe: wrote {flags.baseline}")
+    if report.error is not None:
+        say(f"nanprobe: error: {one_line(report.error)}")
     return outputs.deliver(report)
 
 

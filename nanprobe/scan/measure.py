@@ -258,7 +258,7 @@ class _Runner:
                 storage = self._storages[unit.storage]
                 file = error.filename or (storage.extents[0].file if storage.extents else "?")
                 problem = Problem(
-                    rule="not-scanned",
+                    rule="corrupt-file",
                     severity="error",
                     message=f"it cannot be read: {error.strerror or error}",
                     file=str(file),

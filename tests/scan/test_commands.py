@@ -66,7 +66,9 @@ def test_unusable_paths(good: Path, bad: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_one_unusable_path_of_several(good: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "scan-checkpoint", bad, bad.parent / "missing.pt", "--json")
+    code, out, err = run(capsys, "scan-checkpoint", bad, bad.parent / "missing.pt", "--json")
+    assert err.startswith("nanprobe: error: ")
+    assert err.count("\n") == 1
     document = json.loads(out)
     assert code == document["exit_code"] == 2
     assert "missing.pt" in document["error"]
