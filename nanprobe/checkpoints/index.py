@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+from nanprobe.checkpoints.dcp import METADATA
 from nanprobe.checkpoints.folder import folder_of, read_folder
 from nanprobe.checkpoints.gguf_file import index_gguf
 from nanprobe.checkpoints.locate import Located, locate, look
@@ -83,7 +84,7 @@ def index_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     whole = folder_of(text)
     if os.path.isdir(whole):
         text = whole
-        part = read_folder(text, index_file)
+        part = read_folder(text, _read_part)
         if not part.kind or not (part.files or part.problems):
             raise UsageError(_no_checkpoint(text, part))
     else:
@@ -97,9 +98,13 @@ def index_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
 def index_weights(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Return what the file of ``path`` that holds a model's weights holds: of a folder, the preferred file or index.
 
-    Names are the joined keys of the file, as loading a model needs them. Errors as in ``index_checkpoint``.
+    Names are the joined keys of the file, as loading a model needs them. Of a distributed checkpoint it is all.
+    Errors as in ``index_checkpoint``.
     """
-    located = locate(path)
+    text = os.fspath(path)
+    if os.path.isfile(os.path.join(text, METADATA)):
+        return _finish(text, read_folder(text, _read_part))
+    located = locate(text)
     if located.problem is not None:
         return _assemble(located, [], [_as_problem(located.file, located.problem)])
     try:
@@ -121,6 +126,15 @@ def index_file(path: str) -> FileIndex:
             return reader(window)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _read_part(path: str) -> FileIndex:
+    """Return what a file that belongs to a checkpoint holds; one that cannot be opened is as good as missing."""
+    try:
+        return index_file(path)
+    except UsageError as error:
+        message = str(error).removeprefix(f"{path} ")
+        raise Damage(Problem(rule="missing-shard", severity="error", message=f"it {message}", file=path)) from None
 
 
 def _of_file(located: Located) -> Part:
@@ -181,7 +195,7 @@ def _index_sharded(located: Located) -> CheckpointIndex:
         index = read_shard_index(located.file)
     except OSError as error:
         raise UsageError(f"{located.file} cannot be read: {error.strerror or error}") from None
-    files, problems = read_shards(index, index_file)
+    files, problems = read_shards(index, _read_part)
     kept, mismatches = compare_index(index, files)
     return _assemble(located, kept, [*index.problems, *problems, *mismatches])
 

@@ -70,16 +70,18 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
         raise window.damage(
             "truncated-file", f"its header claims {length:,} bytes, but the file has {window.size:,}: it was cut short"
         )
+    text = window.read(8, length)
+    # Each tensor has one brace, and so the number is known before the text is taken apart.
+    if text.count(b"{") > MAX_TENSORS + 2:
+        raise window.damage("not-scanned", f"its header names more than {MAX_TENSORS:,} tensors", "warning")
     try:
-        header = parse_json(window.read(8, length), strict=True)
+        header = parse_json(text, strict=True)
     except (DuplicateKey, TooLarge) as error:
         raise window.damage("corrupt-file", f"its header is damaged: {error}") from None
     except ValueError:
         raise window.damage("corrupt-file", "its header is no JSON text: the file was overwritten or damaged") from None
     if not isinstance(header, dict):
         raise window.damage("corrupt-file", "its header is no JSON object")
-    if len(header) > MAX_TENSORS:
-        raise window.damage("not-scanned", f"its header names more than {MAX_TENSORS:,} tensors", "warning")
     return header, 8 + length
 
 

@@ -64,8 +64,8 @@ def test_folder_with_several(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_kind_without_a_reader(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"x")
-    assert "torch.distributed checkpoint" in line(tmp_path)
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    assert "zero_to_fp32.py" in line(tmp_path)
 
 
 def test_no_regular_file(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from nanprobe.checkpoints import CheckpointIndex, index_checkpoint, read_storage
 from nanprobe.checkpoints.records import TensorEntry
+from nanprobe.errors import UsageError
+from nanprobe.inputs.weights import read_state_dict
 from tests.checkpoints import layouts
 from tests.checkpoints.handmade import ARRAY, OBJECTS
 from tests.checkpoints.make import FLAT, same, save_sharded
@@ -55,6 +57,19 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     assert (entry.role, entry.of, entry.key) == ("exp_avg_sq", "fc.weight", "optimizer.state.fc.weight.exp_avg_sq")
     assert scalars(index, "lr") == {"optimizer.param_groups.0.lr": 0.01}
     assert scalars(index, "step") == {"train_state.step": 5}
+
+
+def test_weights_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """A model can be loaded from one, blocks put together; a part that is missing is refused."""
+    folder, expected = layouts.save_dcp_training(tmp_path / "a")
+    state = read_state_dict(folder)
+    assert set(state) == {"emb.weight", "fc.weight", "fc.bias", "norm.weight", "norm.bias", "mask"}
+    assert all(same(state[name], expected[name]) for name in state)
+    layouts.split_dcp(tmp_path / "b")
+    assert same(read_state_dict(tmp_path / "b")["w"], torch.arange(24.0).reshape(6, 4))
+    (tmp_path / "b" / "__1_0.distcp").unlink()
+    with pytest.raises(UsageError, match="missing"):
+        read_state_dict(tmp_path / "b")
 
 
 def test_distributed_checkpoint_in_safetensors(tmp_path: Path) -> None:

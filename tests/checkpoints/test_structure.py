@@ -344,6 +344,25 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         index_checkpoint(tmp_path / "locked.pt")
 
 
+def test_an_unreadable_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an index names and nobody may read is as good as missing; the rest is read."""
+    save_sharded(tmp_path, FLAT)
+    import builtins
+
+    real = builtins.open
+
+    def guarded(path: Any, *args: Any, **options: Any) -> Any:
+        if "model-00002" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", guarded)
+    index = index_checkpoint(tmp_path)
+    assert found(index) == [("missing-shard", "error", "model-00002-of-00002.safetensors")]
+    assert "Permission denied" in message(index)
+    assert len(index.tensors) == 1
+
+
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(5000)}, tmp_path / "a.pt")
     index = index_checkpoint(tmp_path / "a.pt")
