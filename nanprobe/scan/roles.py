@@ -43,11 +43,11 @@ _BUFFERS = re.compile(
     r"|token_type_ids|_extra_state)$"
 )
 _SCALES = re.compile(
-    r"(^|[._])(scale|scales|weight_scale|weight_scale_inv|weight_scale_2|input_scale|output_scale|k_scale|v_scale"
-    r"|q_scale|scale_inv|scaling_factor|absmax|nested_absmax|SCB|quant_scale|weights_scaling_factor|scale_weight"
-    r"|scale_input|zero_point|zeros|qzeros)$"
+    r"^(\w+_)?(weight_scale|weight_scale_inv|weight_scale_2|input_scale|output_scale|k_scale|v_scale|q_scale|scale_inv"
+    r"|scales|scaling_factor|absmax|SCB|quant_scale|scale_weight|scale_input|zero_points?|qzeros)$"
 )
-_SCALE_SIBLINGS = re.compile(r"(qweight|qzeros|quant_state|weight_packed|SCB|absmax|weight_scale|qscale)")
+"""Last parts of the names of what quantised weights are multiplied with, or shifted by."""
+
 _EMA = re.compile(
     r"(^|[._])(ema|model_ema|ema_model|ema_state_dict|state_dict_ema|ema_params|shadow_params|averaged_model|swa_model"
     r"|ema_weights|model_averaged)([._]|$)"
@@ -88,7 +88,7 @@ def role_of(entry: TensorEntry) -> Role:
         return Role("weight")
     if _BUFFERS.search(name):
         return Role("buffer")
-    if _SCALES.search(name) and is_scale_name(name, entry):
+    if is_scale_name(last, entry):
         return Role("scale")
     if not is_floating(entry.dtype):
         return Role("weight" if entry.layout in ("quantized", "blocks") or last in ("weight", "qweight") else "buffer")
@@ -123,9 +123,8 @@ def _optimizer_role(name: str, last: str) -> Role:
     return Role("other", "optimizer")
 
 
-def is_scale_name(name: str, entry: TensorEntry) -> bool:
-    """Return whether a name that ends like a scale is one of quantisation: "scale" alone is also a layer's weight."""
-    last = name.rpartition(".")[2]
-    if last != "scale":
-        return True
-    return not entry.parameter and bool(_SCALE_SIBLINGS.search(name))
+def is_scale_name(last: str, entry: TensorEntry) -> bool:
+    """Return whether the last part of a name is that of a quantisation scale; "scale" alone may be a weight."""
+    if last in ("scale", "zero_point"):
+        return entry.dtype == "float8_e8m0fnu" or "quant" in entry.name
+    return _SCALES.search(last) is not None
