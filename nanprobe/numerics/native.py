@@ -133,6 +133,7 @@ def _digest(text: str) -> str:
 def _write(name: str, modules: dict[str, _Module]) -> None:
     text = json.dumps({name: dataclasses.asdict(module) for name, module in modules.items()})
     for folder in _folders():
+        temporary = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=name)
@@ -140,6 +141,9 @@ def _write(name: str, modules: dict[str, _Module]) -> None:
                 file.write(f"{_digest(text)}\n{text}")
             os.replace(temporary, folder / name)
         except OSError:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
             continue
         return
 

@@ -49,8 +49,8 @@ def counted(tensor: Tensor, **more: Any) -> dict[str, Any]:
     """Return the evidence of a finding about a tensor: its elements, what is given, and its raw key if it has one."""
     evidence: dict[str, Any] = {"elements": tensor.entry.elements}
     evidence.update((key, value) for key, value in more.items() if value is not None)
-    if tensor.entry.key is not None:
-        evidence["key"] = tensor.entry.key
+    if tensor.entry.key is not None or tensor.role.role in ("moment", "step"):
+        evidence["key"] = tensor.entry.key or tensor.name
     return evidence
 
 
