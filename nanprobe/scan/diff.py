@@ -268,7 +268,12 @@ def _jumped(weights: Sequence[Change]) -> tuple[str, ...]:
     if len(moved) < _FEWEST:
         return ()
     limit = JUMP * statistics.median(moved)
-    return tuple(change.tensor for change in weights if change.rel_error is not None and change.rel_error > limit)
+    # What was zero has no relative change to compare: biases and LoRA B start there.
+    return tuple(
+        change.tensor
+        for change in weights
+        if change.rel_error is not None and math.isfinite(change.rel_error) and change.rel_error > limit
+    )
 
 
 def _summary(changes: Sequence[Change], read: int, started: float) -> DiffSummary:

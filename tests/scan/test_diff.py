@@ -18,6 +18,7 @@ from nanprobe.numerics.native import load_kernels
 from nanprobe.scan import look
 from nanprobe.scan.compare import Compared, _add, _add_compiled
 from nanprobe.scan_records import Change, DiffReport
+from tests.checkpoints import layouts
 from tests.scan.helpers import normal
 
 
@@ -141,6 +142,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["render", str(tmp_path / "d.json"), "--format", "markdown"]) == 0
     assert "layers.0.weight" in capsys.readouterr().out
     assert main(["diff-checkpoints", str(a), str(tmp_path / "missing.pt")]) == 2
+
+
+def test_a_distributed_checkpoint_against_a_file(tmp_path: Path) -> None:
+    values = layouts.parameters()
+    folder = layouts.save_dcp(tmp_path / "dcp", {"model": values})
+    save_file({name: tensor.clone() for name, tensor in values.items()}, tmp_path / "model.safetensors")
+    report = compared(folder, tmp_path / "model.safetensors")
+    assert {change.kind for change in report.changes} == {"unchanged"}
+    assert len(report.changes) == len(values)
+
+
+def test_what_starts_at_zero_does_not_jump(tmp_path: Path) -> None:
+    a, b = state(), state()
+    a["fc.lora_B"] = torch.zeros(4, 4)
+    b = {name: tensor * 1.001 for name, tensor in b.items()} | {"fc.lora_B": torch.full((4, 4), 1e-3)}
+    report = compared(*pair(tmp_path, a, b))
+    assert report.changes[0].tensor == "fc.lora_B"
+    assert math.isinf(report.changes[0].rel_error or 0.0)
+    assert report.jumped == ()
 
 
 def test_nothing_in_common(tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ def _outlier(tensor: Tensor, tally: Tally, looks: Looks) -> Iterator[ScanFinding
         return
     if not looks.can(tensor.entry) or not is_floating(tensor.entry.dtype):
         return
-    bulk = looks.quantile(tensor.entry, 0.999 if tally.elements >= 2000 else 1 - 2 / tally.elements)
+    share = 0.999 if tally.elements >= 2000 else 1 - 2 / tally.elements
+    bulk = looks.quantile(tensor.entry, share)
     if not bulk or not absmax >= OUTLIER_RATIO * bulk:
         return
     first = looks.first(tensor.entry, {"bad": lambda values: np.abs(values) == absmax}).get("bad")
@@ -260,7 +261,7 @@ def _outlier(tensor: Tensor, tally: Tally, looks: Looks) -> Iterator[ScanFinding
         tensor, count=count, absmax=absmax, quantile=bulk, first_index=None if first is None else list(first)
     )
     at = f" at {list(first)}" if first is not None else ""
-    message = f"{absmax:.4g}{at} is {absmax / bulk:,.0f} times what 99.9% of its elements stay below ({bulk:.3g})"
+    message = f"{absmax:.4g}{at} is {absmax / bulk:,.0f} times what {share:.1%} of its elements stay below ({bulk:.3g})"
     yield tensor_finding(tensor, "outlier", "warning", message, evidence)
 
 
