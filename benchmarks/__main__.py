@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("startup", "lockstep", "planted", "memory")
+NAMES = ("startup", "lockstep", "planted", "scan", "memory")
 
 
 def main(names: list[str]) -> None:
