@@ -109,7 +109,8 @@ def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin, forward: Sequence[
     fact, seen = origin.fact, origin.seen
     if fact is None:
         return _from_outside(trace, lane, seen.bad_input if seen is not None else None)
-    whole = fact.bad_output if seen is None else seen.bad_input
+    # What changes its input in place leaves only its output to look at.
+    whole = fact.bad_output if seen is None else seen.bad_input or seen.bad_output
     detail = of_samples(whole, origin.samples) if whole is not None else None
     is_reference = lane.precision == trace.reference.precision
     fails_too = is_reference or _reference_fails_too(trace, fact, seen, detail)
