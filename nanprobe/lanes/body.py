@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.backward import NodeWatch
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.frames import LaneSettings
@@ -185,7 +186,19 @@ class LaneRun:
             origin = self.lane.watch.origin
             if origin is None or not is_scaled:
                 return origin
-            return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0))
+            return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0) and self._good_unscaled(loss))
+
+    def _good_unscaled(self, loss: torch.Tensor) -> bool:
+        """Whether no autograd node makes a good gradient bad at loss scale 1, those that are absorbed included."""
+        watch = NodeWatch(None, 0)
+        removers = watch.watch(loss)
+        try:
+            with self._observed_if_needed():
+                _backward(self._scaled(loss, 1.0), retain_graph=True)
+        finally:
+            for remove in removers:
+                remove()
+        return watch.origin is None
 
     def _observed_if_needed(self) -> contextlib.AbstractContextManager[Any]:
         return self.observer if self.observer.needed_in_backward else contextlib.nullcontext()

@@ -161,7 +161,7 @@ def _check(runs: list[LaneRun], threads: list[LaneThread]) -> None:
         error = thread.error
         if error is None:
             continue
-        if isinstance(error, NanprobeError) or not isinstance(error, Exception):
+        if isinstance(error, (NanprobeError, KeyboardInterrupt, SystemExit)):
             raise error
         if run.is_reference:
             lane = run.lane
