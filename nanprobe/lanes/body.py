@@ -153,7 +153,7 @@ class LaneRun:
 
     def find_operations(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OperationFact]:
         """Run forward alone and return, by place, the operation that first made something bad of good operands."""
-        watch = OperationWatch()
+        watch = OperationWatch({id(p): name for name, p in self.lane.copied.model.named_parameters()})
         self.lane.operations, self.lane.places = watch, frozenset(places)
         with self._context():
             self._forward()
