@@ -25,7 +25,7 @@ from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
-from nanprobe.numerics.tree import map_tensors
+from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.records import Gradient
 
 __all__ = ["LaneRun"]
@@ -39,6 +39,7 @@ class LaneRun:
         self.precision = precision
         self.is_reference = is_reference
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.kept_outputs: list[torch.Tensor] | None = None
         self.loss: float | None = None
         self.loss_found = False
         self.backward_ran = False
@@ -118,12 +119,22 @@ class LaneRun:
         )
         with self.observer, autocast:
             output = lane.copied.model(*args, **kwargs)
+            if self.kept_outputs is not None:
+                self.kept_outputs.extend(t.detach().clone() for _, t in named_tensors(output))
             lane.phase = "loss"
             loss = self._take_loss(output, batch)
         if loss is None and self.lane.observing:
             self.bad_only_where_masked = bad_only_where_masked(output, batch)
         self.call = ((), {})
         return loss
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Run forward alone, unobserved, and return copies of the tensors in the model's output."""
+        kept: list[torch.Tensor] = []
+        self.kept_outputs = kept
+        with self._context():
+            self._forward()
+        return kept
 
     def finds_loss(self) -> bool:
         """Run forward alone, unobserved, and tell whether its output holds a loss."""
