@@ -38,7 +38,7 @@ def attribute(node: Any, *names: Any) -> Any:
 
 
 def _member(node: Any, name: Any) -> Any:
-    """Return one item or attribute without building the whole mapping, which a file may make large and ask for often."""
+    """Return one item or attribute without building the whole mapping, which may be large and is asked for often."""
     if isinstance(node, Foreign) and isinstance(node.state, tuple) and len(node.state) == 2:
         for part in reversed(node.state):
             if isinstance(part, dict) and name in part:
