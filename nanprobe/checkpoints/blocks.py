@@ -7,17 +7,18 @@ Source: ggml-common.h and the quantisation tables of gguf 0.19.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from nanprobe.checkpoints.records import Damage, Problem
 
-__all__ = ["BLOCKS", "MISSING_EXTRA", "block_layout", "block_scales", "can_decode", "decode_blocks"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+    Bytes = npt.NDArray[np.uint8]
+    Floats = npt.NDArray[np.float32]
+
+__all__ = ["BLOCKS", "MISSING_EXTRA", "block_layout", "block_scales", "can_decode", "decode_blocks"]
 
 MISSING_EXTRA = "block formats are decoded by a recent gguf package: install nanprobe[gguf]"
 
@@ -92,6 +93,7 @@ def can_decode(dtype: str) -> bool:
         return True
     try:
         import gguf.quants as quants
+        import numpy as np
         from gguf.constants import GGMLQuantizationType
 
         quants.dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype.upper()])
@@ -107,6 +109,8 @@ def decode_blocks(data: Bytes, dtype: str) -> Floats:
     ``data`` are their bytes. Elements of a block whose scale is NaN by its format are NaN. Damage when the gguf package
     is missing or does not know the format.
     """
+    import numpy as np
+
     elements, size = BLOCKS[dtype]
     blocks = np.frombuffer(data, np.uint8).reshape(-1, size)
     if not can_decode(dtype):
@@ -129,6 +133,8 @@ def decode_blocks(data: Bytes, dtype: str) -> Floats:
 
 def block_scales(data: Bytes, dtype: str) -> Floats:
     """Return the scales of whole blocks, float32 of shape (blocks, scales of a block)."""
+    import numpy as np
+
     _, size = BLOCKS[dtype]
     blocks = np.frombuffer(data, np.uint8).reshape(-1, size)
     with np.errstate(all="ignore"):
@@ -149,6 +155,8 @@ def block_scales(data: Bytes, dtype: str) -> Floats:
 
 
 def _unsigned_e4m3(codes: Bytes) -> Floats:
+    import numpy as np
+
     exponent = ((codes >> 3) & 15).astype(np.float32)
     mantissa = (codes & 7).astype(np.float32)
     value = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent - 7))

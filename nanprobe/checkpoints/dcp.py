@@ -36,6 +36,9 @@ __all__ = ["METADATA", "read_dcp"]
 
 METADATA = ".metadata"
 
+_MAX_BLOCKS = 1_000_000
+"""Blocks of all tensors; a thousand processes that cut 1,000 tensors each make as many."""
+
 _PREFETCH = 2048
 """Bytes at both ends of a block's small file that hold its objects and its directory."""
 
@@ -58,9 +61,12 @@ def read_dcp(listing: Listing) -> Part:
     reader = _Reader(listing, part, path)
     try:
         reader.read(loaded.value)
+    except Damage as damage:
+        part.problems.append(damage.problem)
     finally:
         reader.close()
-    _unnamed_files(listing, part, reader.named)
+    if reader.named:
+        _unnamed_files(listing, part, reader.named)
     part.problems[:] = limit_problems(part.problems)
     return part
 
@@ -77,6 +83,7 @@ class _Reader:
         self.safetensors: dict[tuple[str, int], FileIndex | None] = {}
         self.objects: dict[str, Any] = {}
         self.known: dict[bytes, Loaded] = {}
+        self.blocks = 0
 
     def close(self) -> None:
         """Close every file."""
@@ -227,11 +234,15 @@ class _Reader:
         if shape is None or dtype is None or not isinstance(chunks, (list, tuple)):
             problems.append(_corrupt(self.metadata, "its description in the metadata is damaged", entry.name))
         else:
+            self.blocks += len(chunks)
+            if self.blocks > _MAX_BLOCKS:
+                raise Damage(_corrupt(self.metadata, f"it describes more than {_MAX_BLOCKS:,} blocks"))
             blocks = [(sizes(attribute(chunk, "offsets")), sizes(attribute(chunk, "sizes"))) for chunk in chunks]
             fault = layout_fault(shape, blocks)
             if fault is not None:
                 problems.append(_corrupt(self.metadata, fault, entry.name))
-            for start, extent in blocks:
+            # A block that is described twice is a fault already; it is read once.
+            for start, extent in dict.fromkeys(blocks):
                 if start is None or extent is None or len(start) != len(extent) or len(start) != len(shape):
                     continue
                 try:
@@ -267,7 +278,7 @@ class _Reader:
     ) -> tuple[Piece, dict[str, Storage], str]:
         """Return one block as a piece, with the storage it is a view of and the file; Damage when it is not there."""
         place = found.get(start)
-        if place is None and len(found) == 1:
+        if place is None and extent == entry.shape:
             place = found.get(None)
         if place is None:
             raise Damage(

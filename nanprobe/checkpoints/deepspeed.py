@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_o
 _OTHER = re.compile(r"(?:layer_|expp_rank_|expert_).*_(?:model|optim)_states\.pt|layer_.*-model_.*states\.pt")
 
 _FLAT_GROUPS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
+_MAX_PARAMETERS = 1_000_000
 _FROZEN = ("frozen_param_fragments",)
 _MAX_POINTER = 4096
 
@@ -167,7 +169,11 @@ def _shapes(index: FileIndex) -> list[dict[str, tuple[int, ...]]]:
     """Return the shapes of the parameters by name, one dictionary for each parameter group."""
     groups = attribute(index.tree, "param_shapes")
     made: list[dict[str, tuple[int, ...]]] = []
+    total = 0
     for group in groups if isinstance(groups, (list, tuple)) else [groups]:
+        total += len(mapping(group))
+        if total > _MAX_PARAMETERS:
+            return []
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in mapping(group).items():
             found = sizes(shape)
@@ -353,17 +359,17 @@ class _Cutter:
         pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
         for rank in self.optims:
             own = sorted((buffer for buffer in buffers if buffer.rank == rank), key=lambda buffer: buffer.group)
-            spans = [(buffer.entry, buffer.entry.shape[0]) for buffer in own]
+            spans = _Spans([buffer.entry for buffer in own])
             position = 0
             for name, shape in shapes.items():
                 total = math.prod(shape)
                 share = -(-total // self.world)
                 begin = min(rank * share, total)
                 size = min(share, total - begin)
-                for entry, at, length, shift in _overlaps(spans, position, size):
+                for entry, at, length, shift in spans.range(position, size):
                     pieces[name].extend(carve(entry, at, length, shape, begin + shift))
                 position += share
-            held = sum(size for _, size in spans)
+            held = spans.total
             if own and not 0 <= held - position < 2 * self.world * max(len(own), 1) + 1:
                 self._misfit(what, own[0], position, held)
                 return False
@@ -405,7 +411,7 @@ class _Cutter:
         own = {buffer.rank: buffer for buffer in buffers}
         if set(own) != set(range(self.world)):
             return None
-        spans = [(own[rank].entry, own[rank].entry.shape[0]) for rank in sorted(own)]
+        spans = _Spans([own[rank].entry for rank in sorted(own)])
         paddings = attribute(
             buffers[0].index.tree, "optimizer_state_dict", "param_alignment_paddings", buffers[0].group
         )
@@ -416,11 +422,11 @@ class _Cutter:
         for number, (name, shape) in enumerate(shapes.items()):
             total = math.prod(shape)
             pieces: list[Piece] = []
-            for entry, at, length, shift in _overlaps(spans, position, total):
+            for entry, at, length, shift in spans.range(position, total):
                 pieces.extend(carve(entry, at, length, shape, shift))
             made[name] = (shape, pieces)
             position += total + (count(gaps[number]) or 0 if gaps else 0)
-        held = sum(size for _, size in spans)
+        held = spans.total
         if not -2 * self.world < held - position < 4 * self.world:
             self._misfit("fp32", buffers[0], position, held)
             return None
@@ -476,16 +482,26 @@ class _Cutter:
         )
 
 
-def _overlaps(
-    spans: list[tuple[TensorEntry, int]], position: int, size: int
-) -> Iterator[tuple[TensorEntry, int, int, int]]:
-    """Yield (buffer, position in it, length, shift) of the parts of a range of the buffers laid end to end."""
-    begin = 0
-    for entry, length in spans:
-        low, high = max(position, begin), min(position + size, begin + length)
-        if low < high:
-            yield entry, low - begin, high - low, low - position
-        begin += length
+class _Spans:
+    """Buffers laid end to end; a range of them is found without going through all."""
+
+    def __init__(self, buffers: list[TensorEntry]) -> None:
+        self.buffers = buffers
+        self.starts: list[int] = []
+        self.total = 0
+        for buffer in buffers:
+            self.starts.append(self.total)
+            self.total += buffer.shape[0]
+
+    def range(self, position: int, size: int) -> Iterator[tuple[TensorEntry, int, int, int]]:
+        """Yield (buffer, position in it, length, shift) of the parts of a range."""
+        number = max(bisect_right(self.starts, position) - 1, 0)
+        while number < len(self.buffers) and self.starts[number] < position + size:
+            begin = self.starts[number]
+            low, high = max(position, begin), min(position + size, begin + self.buffers[number].shape[0])
+            if low < high:
+                yield self.buffers[number], low - begin, high - low, low - position
+            number += 1
 
 
 def read_universal(listing: Listing, read: Read) -> Part:

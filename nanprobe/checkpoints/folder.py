@@ -154,9 +154,9 @@ def _whole_layouts(folder: _Folder) -> None:
     listing, read = folder.listing, folder.read
     names = set(listing.files)
     if METADATA in names:
-        part = read_dcp(listing)
         folder.taken.update(name for name in names if name.endswith(".distcp"))
         folder.taken.add(METADATA)
+        part = read_dcp(listing)
         if is_torch_dist(listing):
             finish_torch_dist(listing, part)
             folder.taken.add("metadata.json")

@@ -227,9 +227,9 @@ def _flat_state(name: str) -> tuple[None, Hashable, str] | None:
 
 def _other_role(lower: list[str]) -> str | None:
     """Return the role of a tensor that lies outside the model and the optimizer's states."""
+    if any(part in _EMA_NAMES or part.startswith("ema_") or part.endswith("_ema") for part in lower[:4]):
+        return "ema"
     for part in lower[:4]:
-        if part in _EMA_NAMES or part.startswith("ema_") or part.endswith("_ema"):
-            return "ema"
         if "rng" in part.split("_") or part.startswith(("rng", "random_state", "torch_random", "cuda_random")):
             return "rng"
         if "scaler" in part:

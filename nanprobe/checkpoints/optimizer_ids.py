@@ -34,10 +34,17 @@ def names_of_ids(
     """
     ids: list[list[Hashable]] = []
     names: dict[Hashable, str] = {}
+    total = 0
     for group in groups:
         fields = mapping(group)
         listed = fields.get("params")
-        if not isinstance(listed, (list, tuple)) or not all(type(key) in (int, str) for key in listed):
+        if not isinstance(listed, (list, tuple)):
+            return {}
+        # The same long list may stand in every group, so it is counted before it is looked at.
+        total += len(listed)
+        if total > _MAX_IDS:
+            return {}
+        if not all(type(key) in (int, str) for key in listed):
             return {}
         ids.append(list(listed))
         given = fields.get("param_names")

@@ -33,8 +33,18 @@ def mapping(node: Any) -> dict[Any, Any]:
 def attribute(node: Any, *names: Any) -> Any:
     """Return what the keys or attributes ``names`` lead to, one after the other; None when one is missing."""
     for name in names:
-        node = node[name] if isinstance(node, (list, tuple)) and _fits(node, name) else mapping(node).get(name)
+        node = node[name] if isinstance(node, (list, tuple)) and _fits(node, name) else _member(node, name)
     return node
+
+
+def _member(node: Any, name: Any) -> Any:
+    """Return one item or attribute without building the whole mapping, which may be large and is asked for often."""
+    if isinstance(node, Foreign) and isinstance(node.state, tuple) and len(node.state) == 2:
+        for part in reversed(node.state):
+            if isinstance(part, dict) and name in part:
+                return part[name]
+        return None
+    return mapping(node).get(name)
 
 
 def _fits(node: list[Any] | tuple[Any, ...], name: Any) -> bool:

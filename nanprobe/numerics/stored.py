@@ -39,6 +39,9 @@ _COMPLEX: dict[str, str] = {"complex32": "<f2", "complex64": "<f4", "complex128"
 COUNTABLE = frozenset((*_INTEGERS, *_FLOATS, *_COMPLEX))
 """Element types whose values can be counted."""
 
+_LEAST = math.nextafter(0.0, 1.0)
+"""Smallest positive FP64 number: below it there is zero only."""
+
 _INFINITE = {"float16": 0x7C00, "bfloat16": 0x7F80}
 """Pattern of Inf in the 16-bit types."""
 
@@ -172,12 +175,14 @@ def negated(tally: Tally) -> Tally:
 class _Bounds:
     """The magnitudes that elements of one type are counted below, in ascending order, and where each stands.
 
+    ``casts`` are the name of each format, the first magnitude that overflows in it and the first that is not flushed.
     ``bits`` are the same as patterns of the type, rounded up, where a compiled loop compares patterns.
     """
 
     limits: Any
     place: dict[float, int]
     tiny: float
+    casts: tuple[tuple[str, float, float], ...]
     bits: Any
     limits_address: int
     bits_address: int
@@ -186,10 +191,10 @@ class _Bounds:
 @cache
 def _bounds(dtype: str, casts: tuple[NumberFormat, ...]) -> _Bounds:
     tiny = smallest_normal(dtype)
-    least = math.nextafter(0.0, 1.0)
-    wanted = {least, tiny or least}
-    for cast in casts:
-        wanted.update((cast.overflow_threshold, math.nextafter(cast.flush_threshold, math.inf)))
+    thresholds = tuple(
+        (cast.name, cast.overflow_threshold, math.nextafter(cast.flush_threshold, math.inf)) for cast in casts
+    )
+    wanted = {_LEAST, tiny or _LEAST, *(limit for _, over, under in thresholds for limit in (over, under))}
     limits = np.array(sorted(wanted))
     if dtype == "float32":
         bits = _as_bits32(limits)
@@ -198,7 +203,7 @@ def _bounds(dtype: str, casts: tuple[NumberFormat, ...]) -> _Bounds:
     else:
         bits = limits.view(np.int64)
     place = {limit: at for at, limit in enumerate(limits.tolist())}
-    return _Bounds(limits, place, tiny, bits, limits.ctypes.data, bits.ctypes.data)
+    return _Bounds(limits, place, tiny, thresholds, bits, limits.ctypes.data, bits.ctypes.data)
 
 
 class Counter:
@@ -258,7 +263,7 @@ class Counter:
         if self.dtype in _COMPLEX:
             low = high = None
             absmax = self._modulus if finite else None
-        zero = self._count_below(math.nextafter(0.0, 1.0))
+        zero = self._count_below(_LEAST)
         return Tally(
             elements=self._elements,
             nan=nan,
@@ -271,11 +276,8 @@ class Counter:
             absmax=absmax,
             total=float(self._sums[2]),
             squares=float(self._sums[3]),
-            overflow={cast.name: finite - self._count_below(cast.overflow_threshold) for cast in self._casts},
-            underflow={
-                cast.name: self._count_below(math.nextafter(cast.flush_threshold, math.inf)) - zero
-                for cast in self._casts
-            },
+            overflow={name: finite - self._count_below(over) for name, over, _ in self._bounds.casts},
+            underflow={name: self._count_below(under) - zero for name, _, under in self._bounds.casts},
         )
 
     def _count_below(self, limit: float) -> int:

@@ -332,7 +332,7 @@ class _Runner:
 
 def _feed_whole(counter: Counter, part: Any, rest: bytes, dtype: str, kernels: Kernels | None) -> bytes:
     """Feed the whole elements of what was left over and ``part``; return the bytes of the element that is cut."""
-    width = 3 if dtype.startswith("float6") else max(BITS[dtype] // 8, 1)
+    width = 3 if dtype in ("float6_e2m3", "float6_e3m2") else max(BITS[dtype] // 8, 1)
     if rest:
         part = np.concatenate((np.frombuffer(rest, np.uint8), part))
     whole = part.size // width * width

@@ -16,11 +16,13 @@ import torch
 
 from nanprobe.checkpoints import index_checkpoint
 from nanprobe.checkpoints.inert import Foreign
+from nanprobe.checkpoints.optimizer_ids import names_of_ids
 from nanprobe.checkpoints.pickle_machine import Limits, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.unsafe import dangerous
 from nanprobe.checkpoints.walk import walk
 from nanprobe.inputs.weights import read_state_dict
+from tests.checkpoints import layouts
 
 
 class Payload:
@@ -218,3 +220,25 @@ def test_overlapping_members(tmp_path: Path) -> None:
     data[second + 42 : second + 46] = data[first + 42 : first + 46]
     (tmp_path / "a.pt").write_bytes(data)
     assert "overlap" in index_checkpoint(tmp_path / "a.pt").problems[0].message
+
+
+def test_metadata_that_describes_one_long_list_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that share a long list of blocks: some bytes of pickle, any number of blocks."""
+    layouts.split_dcp(tmp_path)
+
+    def change(metadata: Any) -> None:
+        described = metadata.state_dict_metadata["w"]
+        described.chunks = described.chunks * 500
+        metadata.state_dict_metadata.update({f"w{number}": described for number in range(1000)})
+
+    layouts.edit_metadata(tmp_path, change)
+    monkeypatch.setattr("nanprobe.checkpoints.dcp._MAX_BLOCKS", 10_000)
+    index = index_checkpoint(tmp_path)
+    assert "more than 10,000 blocks" in index.problems[-1].message
+    assert len(index.tensors) == 10
+    assert len(index.tensors[0].pieces) == 2
+
+
+def test_groups_that_share_one_long_list() -> None:
+    group = {"params": list(range(100_000))}
+    assert names_of_ids([group] * 100_000, {0: (2,)}, [("a", (2,))], ordered=True) == {}

@@ -174,7 +174,7 @@ def test_other_places(tmp_path: Path) -> None:
         "model": {"w": torch.ones(2)},
         "cuda_rng_state": torch.zeros(4, dtype=torch.uint8),
         "grad_scaler": {"scale": torch.tensor([2.0]), "growth_tracker": torch.tensor([1])},
-        "callbacks": {"best": torch.tensor(float("inf"))},
+        "callbacks": {"best": torch.tensor(float("inf")), "EMA": {"ema_weights": [torch.ones(1)]}},
         "lr_scheduler": {"lrs": torch.ones(1)},
     }
     roles = {entry.name: entry.role for entry in saved(tmp_path, state).tensors}
@@ -184,6 +184,7 @@ def test_other_places(tmp_path: Path) -> None:
         "grad_scaler.scale": "loss-scale",
         "grad_scaler.growth_tracker": "scaler",
         "callbacks.best": "callback",
+        "callbacks.EMA.ema_weights.0": "ema",
         "lr_scheduler.lrs": "scheduler",
     }
 

@@ -202,10 +202,11 @@ def test_shared_storages_are_read_once(tmp_path: Path) -> None:
     assert report.summary.tensors == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("compressed", [False, True])
-def test_what_is_in_a_big_file_is_found(tmp_path: Path, compressed: bool) -> None:
-    """More than one chunk and more than one segment of one tensor, through the compiled loops."""
-    weight = torch.zeros(3 << 20, dtype=torch.bfloat16).normal_(generator=torch.Generator().manual_seed(1))
+def test_what_is_in_a_big_file_is_found(tmp_path: Path, dtype: torch.dtype, compressed: bool) -> None:
+    """More than one chunk of one tensor, in a file whose storages go by as a whole, through the compiled loops."""
+    weight = torch.zeros(3 << 20).normal_(generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[2_900_001] = NAN
     path = tmp_path / "big.pt"
     torch.save({"w": weight.reshape(3, -1)}, path)
@@ -218,9 +219,12 @@ def test_what_is_in_a_big_file_is_found(tmp_path: Path, compressed: bool) -> Non
             for name in source.namelist():
                 target.writestr(name, source.read(name))
         path = packed
-    finding = only(scanned(path), "nonfinite-weight")
+    report = scanned(path, tensors=True)
+    finding = only(report, "nonfinite-weight")
     assert finding.evidence["first_index"] == [2, 2_900_001 - (2 << 20)]
-    assert finding.evidence["nan"] == 1
+    assert (finding.evidence["nan"], report.tensors[0].elements) == (1, 3 << 20)
+    finite = torch.cat((weight[:2_900_001], weight[2_900_002:])).abs().double()
+    assert report.tensors[0].rms == pytest.approx(finite.square().mean().sqrt().item(), rel=1e-6)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
