@@ -118,7 +118,10 @@ COMPARISON = Family(
             ),
             references=(
                 Reference(issue="pytorch/pytorch#61098", says="an operation that autocast refuses by design"),
-                Reference(issue="microsoft/DeBERTa#77", says="a mask constant that does not fit half precision"),
+                Reference(
+                    issue="huggingface/transformers#35332",
+                    says="mixed types in a product, and a constant that does not fit bf16",
+                ),
             ),
             related=(
                 "nonfinite",

@@ -49,8 +49,8 @@ OPERATIONS = Family(
                 Reference(issue="pytorch/pytorch#2421", says="the gradient of a root of a sum of squares at zero"),
                 Reference(issue="pytorch/pytorch#49844", says="binary cross-entropy with infinite logits"),
                 Reference(
-                    issue="pytorch/pytorch#22820",
-                    says="gradients of a relative-error loss where target and prediction are zero",
+                    issue="photosynthesis-team/piq#308",
+                    says="a gradient magnitude of a constant image, by a root of a sum of squares",
                 ),
             ),
             related=(
@@ -196,7 +196,11 @@ OPERATIONS = Family(
                 ),
                 Reference(issue="pytorch/pytorch#52248", says="the same with a root"),
                 Reference(issue="OpenRLHF/OpenRLHF#1293", says="an exponential of a log-ratio, clamped too late"),
-                Reference(issue="kornia/kornia#4183", says="a masked branch in a geometric transform"),
+                Reference(
+                    issue="pytorch/pytorch#22820",
+                    says="a relative error of 0 / 0 is left out of the loss and comes back in the gradient",
+                ),
+                Reference(issue="kornia/kornia#367", says="a division inside `where` that is not taken"),
             ),
             related=(
                 "domain-error",

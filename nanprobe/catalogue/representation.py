@@ -100,7 +100,10 @@ REPRESENTATION = Family(
                 "`first_divergence`: the output holds far more zeros than the reference's."
             ),
             what_to_try=(
-                "Raise eps until it is representable: 1e-5 or more in fp16, and relative to the values it protects.",
+                (
+                    "Raise eps until it and its reciprocal fit the format: 1e-4 in fp16; better relative to the "
+                    "values it protects."
+                ),
                 "Put eps inside the root, not behind it.",
                 (
                     "Compute the normalisation, the variance or the probability in FP32; use `log_softmax` for the "
@@ -118,7 +121,7 @@ REPRESENTATION = Family(
             references=(
                 Reference(
                     issue="pytorch/pytorch#33596",
-                    says="which eps is large enough for a half-precision optimizer",
+                    says="the eps of `normalize` vanishes in half, and a zero vector is divided by zero",
                 ),
                 Reference(
                     issue="pytorch/pytorch#183761",

@@ -65,9 +65,9 @@ TRAINING = Family(
                 "subnormal, 6.0e-8 in fp16. What is zero is not learned."
             ),
             why=(
-                "fp16 without a loss scaler, a scale that collapsed, a loss averaged over very many elements, or "
-                "layers whose gradients are much smaller than those of the others, so that no single scale serves "
-                "both."
+                "Training in fp16 without a loss scaler, a scale that collapsed, a loss averaged over very many "
+                "elements, or layers whose gradients are much smaller than those of the others, so that no single "
+                "scale serves both."
             ),
             looks_like=(
                 "A warning with the number and share of `flushed` elements, the loss scale and the parameter with "
@@ -128,7 +128,7 @@ TRAINING = Family(
                     says="updates of bf16 weights that round to nothing, and stochastic rounding",
                 ),
                 Reference(issue="pytorch/torchtune#2254", says="bf16 training without master weights"),
-                Reference(issue="pytorch/pytorch#120376", says="an optimizer for low-precision parameters"),
+                Reference(issue="pytorch/pytorch#120376", says="a request for stochastic rounding of bf16 weights"),
             ),
             related=(
                 "absorption",
@@ -166,6 +166,10 @@ TRAINING = Family(
             ),
             references=(
                 Reference(issue="pytorch/pytorch#8860", says="Adam on half-precision parameters"),
+                Reference(
+                    issue="pytorch/pytorch#147437",
+                    says="second moment and eps are both zero in fp16, and the first step makes NaN",
+                ),
                 Reference(issue="openai/CLIP#40", says="NaN after one step with fp16 weights"),
                 Reference(issue="facebookresearch/fairscale#263", says="a gradient norm that is computed in half"),
                 Reference(issue="huggingface/diffusers#6086", says="the scaler refuses trainable parameters in fp16"),

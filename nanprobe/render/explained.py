@@ -115,7 +115,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str
 
 def _markdown(entry: Entry | None, options: Options) -> str:
     if entry is not None:
-        return _markdown_entry(entry, "#") + "\n"
+        return _markdown_entry(entry, "#", Options()) + "\n"
     blocks = ["# What the names in a report mean"]
     blocks.append(
         "Each name below is a mechanism (why a number went bad) or a rule (what a finding is called). "
@@ -126,22 +126,25 @@ def _markdown(entry: Entry | None, options: Options) -> str:
         lines = [f"- {_link(each.name, options)}: {each.meaning}" for each in family.entries]
         blocks.append("\n".join(lines))
         if options.verbose:
-            blocks += [_markdown_entry(each, "###") for each in family.entries]
+            blocks += [_markdown_entry(each, "###", options) for each in family.entries]
     return "\n\n".join(blocks) + "\n"
 
 
 def _link(name: str, options: Options) -> str:
+    """Return a name, with a link to its entry where all entries stand on one page."""
     return f"[`{name}`](#{name})" if options.verbose else f"`{name}`"
 
 
-def _markdown_entry(entry: Entry, level: str) -> str:
+def _markdown_entry(entry: Entry, level: str, options: Options) -> str:
     blocks = [f"{level} {entry.name}", f"*{entry.kind.capitalize()}*: {entry.meaning}."]
     for title, body in _parts(entry):
-        listed = body if isinstance(body, str) else "\n" + "\n".join(f"- {item}" for item in body)
-        blocks.append(f"**{title}.** {listed}" if isinstance(body, str) else f"**{title}**\n{listed}")
+        if isinstance(body, str):
+            blocks.append(f"**{title}.** {body}")
+        else:
+            blocks.append(f"**{title}**\n\n" + "\n".join(f"- {item}" for item in body))
     threads = "\n".join(f"- [{each.issue}]({each.url}): {each.says}" for each in entry.references)
     blocks.append(f"**Where people met it**\n\n{threads}")
-    blocks.append(f"See also: {', '.join(f'`{name}`' for name in entry.related)}")
+    blocks.append(f"See also: {', '.join(_link(name, options) for name in entry.related)}")
     return "\n\n".join(blocks)
 
 
