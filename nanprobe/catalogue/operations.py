@@ -30,7 +30,10 @@ OPERATIONS = Family(
                 "operands either. In phase `backward`, `op` is the forward operation whose derivative failed."
             ),
             what_to_try=(
-                "Keep the argument inside the domain: clamp before the function, eps inside the root or the logarithm.",
+                (
+                    "Keep the argument inside the domain: clamp it to a bound away from the edge, or put eps inside "
+                    "the root or logarithm."
+                ),
                 (
                     "Use functions that know the edge: `log_softmax`, `logsumexp`, "
                     "`binary_cross_entropy_with_logits`, `torch.linalg.norm`."
