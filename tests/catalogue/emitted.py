@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanprobe"
@@ -77,6 +78,7 @@ def emitted_by(tree: ast.Module, places: Places) -> Iterator[str]:
                             yield from constants(inner.value)
 
 
+@cache
 def emitted() -> dict[str, set[str]]:
     """Return every rule and mechanism that the package names, and the files that do."""
     rooms = ("diagnose", "lanes", "scan", "checkpoints", "inputs")

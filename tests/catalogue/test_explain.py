@@ -42,15 +42,19 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_says_all_of_it(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(["explain", name]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+def test_an_entry_says_all_of_it(name: str) -> None:
+    words = " ".join(explained(name, width=80).split())
     entry = ENTRIES[name]
     assert words.startswith(f"{name} ({entry.kind}): {entry.meaning} What it means {entry.what} Why it happens")
     for text in (entry.why, entry.looks_like, *entry.what_to_try, *entry.what_not_to_try, *entry.related):
         assert text in words
     for reference in entry.references:
         assert f"{reference.issue}: {reference.says}" in words
+
+
+def test_the_command_prints_the_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "masked-row"]) == 0
+    assert capsys.readouterr() == (explained("masked-row", width=80), "")
 
 
 @pytest.mark.parametrize("width", [80, 60])
