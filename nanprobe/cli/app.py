@@ -256,7 +256,7 @@ def render(
 @app.command(short_help="What a mechanism or rule means, and what to try.")
 def explain(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A name from a report; without one all are listed.")
+        str | None, typer.Argument(metavar="NAME", help="A name from a report; without one all are listed.")
     ] = None,
     format_name: options.Format = None,
     json: options.Json = False,
