@@ -11,7 +11,7 @@ DEMO_CONFIG := sample_runs/feed-forward-overflow/nanprobe.yaml
 # One PyTorch for everybody who builds from here, so that figures in tests and docs can be repeated.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint bench fuzz clean
+.PHONY: demo test lint bench fuzz catalogue clean
 
 demo: $(STAMPS)/run
 	@$(BIN)/nanprobe compare-precisions --config $(DEMO_CONFIG); code=$$?; \
@@ -37,6 +37,10 @@ bench: $(STAMPS)/run
 SECONDS ?= 60
 fuzz: $(STAMPS)/test
 	$(BIN)/python -m tests.checkpoints.mutation $(SECONDS)
+
+# The page is what `explain` prints; a test fails when it is older than the entries.
+catalogue: $(STAMPS)/run
+	$(BIN)/python -m nanprobe explain --verbose --format markdown -o docs/catalogue.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,6 +39,9 @@ sys.exit(code)
         (["render", "report.json"], 1),
         (["render", "report.json", "--format", "markdown"], 1),
         (["render", "report.json", "--json"], 1),
+        (["explain"], 0),
+        (["explain", "overflow"], 0),
+        (["explain", "overfow"], 2),
     ],
 )
 def test_no_torch_is_imported(tmp_path: Path, arguments: list[str], code: int) -> None:

@@ -25,8 +25,8 @@ from nanprobe.version import __version__
 
 __all__ = ["entry_point", "main"]
 
-_BUILT = ("replay", "compare-precisions", "scan-checkpoint", "diff-checkpoints", "render")
-_NOT_BUILT = ("scan-batch", "isolate", "remedy", "explain")
+_BUILT = ("replay", "compare-precisions", "scan-checkpoint", "diff-checkpoints", "render", "explain")
+_NOT_BUILT = ("scan-batch", "isolate", "remedy")
 
 
 def entry_point() -> None:

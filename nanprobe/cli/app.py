@@ -7,6 +7,7 @@ either is reported before torch is loaded.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ import typer
 from nanprobe.cli import options
 from nanprobe.cli.outputs import plan_outputs, print_text
 from nanprobe.cli.running import Flags, one_precision, run, several_precisions
+from nanprobe.exit_codes import OK
 from nanprobe.version import __version__
 
 __all__ = ["app"]
@@ -251,3 +253,33 @@ def render(
     source = Path(report)
     outputs.check([source])
     return outputs.deliver(load_report(source))
+
+
+@app.command(short_help="What a mechanism or rule means, and what to try.")
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A name from a report; without one all are listed.")
+    ] = None,
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Say what a mechanism or rule means, why it happens, what to try and what not; --verbose shows all in full.
+
+    Example: nanprobe explain masked-row
+    """
+    from nanprobe.render.explained import explained, named_entry
+
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    if name is not None:
+        named_entry(name)
+    outputs.check([])
+    outputs.emit(partial(explained, name))
+    return OK

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from nanprobe._console.files import check_target, write_atomically
 from nanprobe._console.terminal import Terminal, discard_stdout, read_terminal, say, write_stdout
@@ -14,7 +16,7 @@ from nanprobe.exit_codes import FAIL_ON, FOUND, OK, verdict_exit_code
 from nanprobe.nearest import suggestion
 from nanprobe.serialize import AnyReport
 
-__all__ = ["Outputs", "plan_outputs", "print_text"]
+__all__ = ["Outputs", "Text", "plan_outputs", "print_text"]
 
 _NOT_BUILT = ("html", "sarif", "junit", "github")
 _SUFFIXES = {
@@ -27,6 +29,14 @@ _SUFFIXES = {
     ".sarif": "sarif",
     ".xml": "junit",
 }
+
+
+class Text(Protocol):
+    """Something that can be shown in several formats, as :func:`nanprobe.render.render` shows a report."""
+
+    def __call__(self, format: str, /, *, width: int = ..., color: bool = ..., verbose: bool = ...) -> str:
+        """Return it as text in one format."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +65,18 @@ class Outputs:
 
         if report.exit_code in (OK, FOUND):
             report = dataclasses.replace(report, exit_code=verdict_exit_code(report, self.fail_on))
+        self.emit(partial(render, report))
+        return report.exit_code
+
+    def emit(self, text: Text) -> None:
+        """Write and print what ``text`` returns in each of the formats that are asked for."""
         for target, format_name in self.files:
-            write_atomically(target, render(report, format_name, verbose=self.verbose))
+            write_atomically(target, text(format_name, verbose=self.verbose))
             if not self.quiet:
                 say(f"nanprobe: wrote {target}")
         if self.stdout is not None:
             terminal = self.terminal
-            print_text(render(report, self.stdout, width=terminal.width, color=terminal.color, verbose=self.verbose))
-        return report.exit_code
+            print_text(text(self.stdout, width=terminal.width, color=terminal.color, verbose=self.verbose))
 
 
 def print_text(text: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
+from nanprobe.catalogue import ENTRIES
 from nanprobe.records import Finding, GradientRow, Remedy, ReplayReport
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import candidates, is_culprit, path_of, spoken
+from nanprobe.render.lookup import candidates, divergence_of, is_culprit, path_of, spoken
 from nanprobe.render.names import ROOT, visit_name
 from nanprobe.render.sentences import joined
 
@@ -19,6 +20,7 @@ __all__ = ["conditions", "coverage", "findings", "gradients", "next_steps", "not
 
 _FEW = 4
 _MOST_FINDINGS = 12
+_MOST_EXPLAINED = 3
 _CONDITIONS = ("mode", "train", "backward", "loss_scale", "keep_fp32", "seed", "emulated")
 _TOLD_ELSEWHERE = ("autocast_policy", "notes")
 
@@ -48,6 +50,9 @@ def next_steps(report: ReplayReport, ink: Ink, *, folded: bool) -> list[str]:
     lines = [_remedy_line(remedy, ink) for remedy in _remedies(report)]
     if report.verdict == "clean":
         lines.append(_reproduce(report))
+    if names := _explained(report):
+        commands = [ink.command(f"nanprobe explain {name}") for name in names]
+        lines.append(f"why this happens, and what does not help: {joined(commands)}")
     lines += _commands(report, ink, folded)
     return lines
 
@@ -223,6 +228,19 @@ def _reproduce(report: ReplayReport) -> str:
     if given.get("autocast_policy") == "cpu":
         differing.append("the device (autocast here follows the CPU's operator lists)")
     return "if the batch did fail in training, what differs? Usual suspects: " + joined(differing)
+
+
+def _explained(report: ReplayReport) -> list[str]:
+    """Return the names in the catalogue of what went wrong, the culprits' first, without what the config ignores."""
+    names: list[str] = []
+    for result in report.precisions.values():
+        for place in (result.first_bad, divergence_of(result)) if result.verdict != "clean" else ():
+            if place is not None and place.mechanism is not None:
+                names.append(place.mechanism)
+    for finding in sorted(report.findings, key=lambda finding: finding.severity != "error"):
+        if not finding.ignored and finding.severity != "note":
+            names.append(finding.mechanism or finding.rule)
+    return [name for name in dict.fromkeys(names) if name in ENTRIES][:_MOST_EXPLAINED]
 
 
 def _commands(report: ReplayReport, ink: Ink, folded: bool) -> list[str]:
