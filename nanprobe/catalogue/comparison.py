@@ -165,6 +165,43 @@ COMPARISON = Family(
                 "routing-flip",
             ),
         ),
+        Entry(
+            name="not-deterministic",
+            kind="rule",
+            meaning="the model differs between two runs of itself, so small differences between precisions mean nothing",
+            what=(
+                "The FP32 reference was run twice more from the same random state, and its outputs differ. A divergence "
+                "that is not ten times larger than that is no evidence against a precision; the verdict is "
+                "inconclusive."
+            ),
+            why=(
+                "The model seeds itself anew, draws from the operating system, counts calls in a global, depends on the "
+                "time, or runs kernels whose sums are ordered by chance."
+            ),
+            looks_like=(
+                "A warning with the relative difference of the two runs. Origins of NaN and Inf are still named: they do "
+                "not depend on small differences."
+            ),
+            what_to_try=(
+                "Take the fresh randomness out: no `torch.seed()` or new generator in forward.",
+                "Switch deterministic algorithms on, on a GPU.",
+                "Reset counters and caches that live outside the module.",
+            ),
+            what_not_to_try=(
+                "Widening the tolerances until the divergence is gone.",
+                "Blaming the first module that differs: it may be the one that draws.",
+            ),
+            references=(
+                Reference(
+                    issue="pytorch/pytorch#109517",
+                    says="a failure that came and went with the kernel, not with the precision",
+                ),
+            ),
+            related=(
+                "random-draws-differ",
+                "divergence",
+            ),
+        ),
     ),
 )
 """Beside the reference."""
