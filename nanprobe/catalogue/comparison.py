@@ -168,19 +168,19 @@ COMPARISON = Family(
         Entry(
             name="not-deterministic",
             kind="rule",
-            meaning="the model differs between two runs of itself, so small differences between precisions mean nothing",
+            meaning="the model differs between two runs of itself; small differences between precisions mean nothing",
             what=(
-                "The FP32 reference was run twice more from the same random state, and its outputs differ. A divergence "
+                "The FP32 reference was run twice from the same random state, and its outputs differ. A divergence "
                 "that is not ten times larger than that is no evidence against a precision; the verdict is "
                 "inconclusive."
             ),
             why=(
-                "The model seeds itself anew, draws from the operating system, counts calls in a global, depends on the "
-                "time, or runs kernels whose sums are ordered by chance."
+                "The model seeds itself anew, draws from the operating system, counts calls in a global, depends on "
+                "the time, or runs kernels whose sums are ordered by chance."
             ),
             looks_like=(
-                "A warning with the relative difference of the two runs. Origins of NaN and Inf are still named: they do "
-                "not depend on small differences."
+                "A warning with the relative difference of the two runs. Origins of NaN and Inf are still named: they "
+                "do not depend on small differences."
             ),
             what_to_try=(
                 "Take the fresh randomness out: no `torch.seed()` or new generator in forward.",
