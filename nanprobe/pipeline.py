@@ -38,6 +38,7 @@ from nanprobe.lanes.run import has_compiled_parts, largest_loss_scale, output_ho
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import LaneTrace, Trace
+from nanprobe.numerics.autocast_policy import unknown_to_us
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
 from nanprobe.version import __version__
@@ -168,6 +169,7 @@ def run_replay(
         reference=reference,
         loss=subject.loss,
         mode=settings.mode,
+        autocast_policy=settings.autocast_policy,
         train=settings.resolved_train(loss_given=subject.loss is not None),
         device=device,
         seed=settings.seed,
@@ -316,7 +318,8 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[str, ...]) -> dict[str, Any]:
     autocast = settings.mode == "autocast"
-    policy = spec.device.type if autocast else None
+    followed = "cuda" if spec.emulates_cuda else spec.device.type
+    policy = followed if autocast else None
     emulated: dict[str, Any] = {}
     drawn = {name: lane.drawn for name, lane in trace.lanes.items() if lane.drawn}
     if drawn:
@@ -325,8 +328,10 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
     if autocast and settings.autocast_policy != policy:
         told.append(
             f"autocast ran with PyTorch's {str(policy).upper()} operator lists, not the "
-            f"{settings.autocast_policy.upper()} lists: a GPU runs some operations in another precision"
+            f"{settings.autocast_policy.upper()} lists: PyTorch has no others for this device"
         )
+    if autocast and spec.emulates_cuda and unknown_to_us():
+        told.append(f"left alone, though CUDA's autocast changes them: {', '.join(unknown_to_us())}")
     if autocast:
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"

@@ -19,6 +19,7 @@ from nanprobe.lanes.lane_model import LaneModel, copy_model
 from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Raised
+from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors
 from nanprobe.records import Gradient
@@ -92,6 +93,8 @@ class LaneRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
+            if self.spec.emulates_cuda:
+                stack.enter_context(as_on_cuda(regions=self._dtype in HALF))
             if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
                 # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
                 jit: Any = torch.jit
@@ -105,7 +108,8 @@ class LaneRun:
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
         lane.ops_outside = 0
         autocast = (
-            torch.autocast(spec.device.type, dtype=self._dtype, cache_enabled=False)
+            # PyTorch's cache of cast parameters is shared by all threads and not told apart by dtype.
+            torch.autocast(spec.device.type, dtype=self._dtype, cache_enabled=spec.emulates_cuda)
             if self._autocast
             else contextlib.nullcontext()
         )

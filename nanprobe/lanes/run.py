@@ -24,6 +24,7 @@ from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.trace import Trace
+from nanprobe.numerics.autocast_regions import emulate_cuda
 
 __all__ = ["has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
 
@@ -49,6 +50,8 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
         gc.set_threshold(max(collecting[0], _COLLECT_AFTER) if collecting[0] else 0, *collecting[1:])
+        if spec.emulates_cuda:
+            stack.enter_context(emulate_cuda())
         if spec.mode == "autocast":
             torch.backends.mha.set_fastpath_enabled(False)
         yield outer
