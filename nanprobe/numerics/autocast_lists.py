@@ -21,18 +21,23 @@ __all__ = [
     "group_of",
 ]
 
-LOW = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOW = _names(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
     einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
-    """.split()
+    """
 )
 """Run in the region's dtype: every floating operand but float64 is cast to it."""
 
-FLOAT32 = frozenset(
+FLOAT32 = _names(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
     pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
@@ -42,16 +47,16 @@ FLOAT32 = frozenset(
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
-    """.split()
+    """
 )
 """Run in float32: every floating operand but float64 is cast to it."""
 
-FLOAT32_SUMS = frozenset(
+FLOAT32_SUMS = _names(
     """
     prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
     cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
     sum.dim_IntList sum.dim_DimnameList
-    """.split()
+    """
 )
 """Run with ``dtype=float32`` unless the caller names a dtype; a first operand of float64 or integers is left alone."""
 
@@ -62,9 +67,7 @@ APPEND_DTYPE = {
 }
 """Run as another overload that takes a dtype, which is float32 unless the operand is float64."""
 
-WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
-)
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 """Run in float32 if any operand is float32, else in the region's dtype."""
 
 REFUSED = {
@@ -78,9 +81,7 @@ REFUSED = {
 }
 """Refused under autocast, with PyTorch's own words."""
 
-RNN = frozenset(
-    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data".split()
-)
+RNN = _names("lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data")
 """Whole recurrent layers. CUDA lists the cuDNN kernel they end in, which no CPU has: cast at their own door instead."""
 
 GROUPS: dict[str, frozenset[str]] = {
@@ -91,16 +92,16 @@ GROUPS: dict[str, frozenset[str]] = {
     "refused": frozenset(REFUSED),
 }
 
-CPU_LOW = frozenset(
+CPU_LOW = _names(
     """
     conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm
     _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention _native_multi_head_attention
-    """.split()
+    """
 )
 """PyTorch's own list for CPUs: run in the region's dtype. What else it lists runs in float32."""
 
-CPU_WIDEST = frozenset("stack cat index_copy".split())
+CPU_WIDEST = _names("stack cat index_copy")
 """PyTorch's own list for CPUs: widest type."""
 
 

@@ -1,8 +1,8 @@
 """CUDA's autocast policy on CPU tensors: what autocast does to an operation on a GPU, done to it on a CPU.
 
-PyTorch keeps one list of operations for each kind of device, and the lists differ: under float16 autocast a softmax runs
-in float32 on a GPU and in float16 on a CPU. Here every overload that has an autocast kernel for CUDA gets one of the
-same meaning for CPUs, composite operations included; what only the CPU's list names is passed on untouched.
+PyTorch keeps one list of operations for each kind of device, and the lists differ: under float16 autocast a softmax
+runs in float32 on a GPU and in float16 on a CPU. Here every overload that has an autocast kernel for CUDA gets one of
+the same meaning for CPUs, composite operations included; what only the CPU's list names is passed on untouched.
 
 The kernels are registered for the whole process while anybody is inside :func:`cuda_kernels`, and ask whose thread they
 run in: they follow CUDA's lists in threads that are inside :func:`follow_cuda`, and PyTorch's own lists in all others.
@@ -112,13 +112,16 @@ def listed_for_cuda() -> frozenset[str]:
 
 def unknown_to_us() -> tuple[str, ...]:
     """Return the overloads that this PyTorch's CUDA autocast changes in a way that is not known here."""
-    return tuple(sorted(name for name in listed_for_cuda() if lists.group_of(name) is None and "_cudnn_rnn" not in name))
+    return tuple(
+        sorted(name for name in listed_for_cuda() if lists.group_of(name) is None and "_cudnn_rnn" not in name)
+    )
 
 
 def _register(stack: contextlib.ExitStack) -> None:
     cpu = _overloads("AutocastCPU")
     cuda = listed_for_cuda()
-    library: Any = torch.library.Library("aten", "IMPL")
+    make: Any = torch.library.Library  # its constructor has no types
+    library = make("aten", "IMPL")
     stack.callback(library._destroy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of every kernel that is registered in place of another

@@ -93,7 +93,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     region: Any = torch.autocast
     init, enter, leave, cast = region.__init__, region.__enter__, region.__exit__, autocast_mode._cast
 
-    def __init__(  # noqa: N807
+    def __init__(
         self: Any,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -107,7 +107,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         init(self, device_type, dtype, False, cache_enabled)
         self._enabled = enabled
 
-    def __enter__(self: Any) -> Any:  # noqa: N807
+    def __enter__(self: Any) -> Any:
         if not policy.follows_cuda() or self.device not in _DEVICES:
             return enter(self)
         entered = enter(self)
@@ -117,7 +117,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         _mirror(self.device)
         return entered
 
-    def __exit__(self: Any, *failure: Any) -> Any:  # noqa: N807
+    def __exit__(self: Any, *failure: Any) -> Any:
         if not policy.follows_cuda() or self.device not in _DEVICES:
             return leave(self, *failure)
         left = leave(self, *failure)
