@@ -324,6 +324,9 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
     drawn = {name: lane.drawn for name, lane in trace.lanes.items() if lane.drawn}
     if drawn:
         emulated["random draws made in FP32 and rounded"] = drawn
+    for name, lane in trace.lanes.items():
+        for why, counts in lane.emulated.items():
+            emulated.setdefault(why, {})[name] = counts
     told = list(notes)
     if autocast and settings.autocast_policy != policy:
         told.append(

@@ -281,6 +281,7 @@ class LaneRun:
             uninspected=tuple(lane.forward.uninspected),
             ops_outside_modules=lane.ops_outside,
             drawn=lane.drawn,
+            emulated={why: dict(counts) for why, counts in self.observer.products.emulated.items()},
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,

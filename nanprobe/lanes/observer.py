@@ -1,4 +1,4 @@
-"""What a lane does at single operations: round random draws, compare discrete choices, follow kept modules, count."""
+"""What a lane does at single operations: round draws and products, compare choices, follow kept modules, count."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanprobe.lanes.draws import draw_rounded
 from nanprobe.lanes.lane import Lane
+from nanprobe.lanes.products import Products
 
 __all__ = ["Observer"]
 
@@ -29,14 +30,15 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
     """The dispatch mode of one lane; active in its thread only, in forward and loss.
 
-    In backward it is active only where recomputed forward code may need it: after random draws were rounded, or with
-    modules kept in FP32.
+    In backward it is active in half-precision lanes on a CPU, whose products it runs, and where recomputed forward
+    code may need it: after random draws were rounded, or with modules kept in FP32.
     """
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self._lane = lane
         self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
+        self.products = Products(lane.settings.dtype or torch.float32, lane.settings.device)
         self._follow = lane.placement.active and lane.settings.mode == "cast"
 
     @classmethod
@@ -47,7 +49,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def needed_in_backward(self) -> bool:
         """Whether code recomputed in backward would run differently without this mode."""
-        return self._follow or self._lane.drawn > 0
+        return self._follow or self._lane.drawn > 0 or (self._low and self.products.active)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,6 +76,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             if drew:
                 self._lane.drawn += 1
                 return result
+            if self.products.active:
+                return self.products.run(func, args, kwargs, counting=self._lane.observing)
         return func(*args, **kwargs)
 
 

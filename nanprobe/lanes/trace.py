@@ -171,7 +171,10 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneTrace:
-    """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it."""
+    """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it.
+
+    ``emulated`` counts, by what was done, the operations that were run in another way than PyTorch would have.
+    """
 
     precision: str
     completed: bool
@@ -193,6 +196,7 @@ class LaneTrace:
     uninspected: tuple[str, ...]
     ops_outside_modules: int
     drawn: int
+    emulated: Mapping[str, Mapping[str, int]]
     dropout_differs: tuple[str, ...]
     seconds: float
     measuring_seconds: float
