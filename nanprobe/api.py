@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanprobe.config import Settings
+from nanprobe.config.checks import CALLS
 from nanprobe.errors import UsageError
 from nanprobe.formats import LOW_PRECISIONS
 from nanprobe.inputs.loss import checked_loss
@@ -19,6 +20,8 @@ from nanprobe.report import Report
 
 __all__ = ["compare_precisions", "replay"]
 
+_PRECISIONS = ("fp32", *LOW_PRECISIONS)
+
 
 def replay(
     model: nn.Module,
@@ -28,6 +31,7 @@ def replay(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     call: str = "auto",
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     **settings: Any,
 ) -> Report:
@@ -47,23 +51,29 @@ def replay(
     >>> report.verdict
     'clean'
     """
-    return _run("replay", model, batch, (_name(dtype),), loss, call, local_error, progress, settings)
+    return _run("replay", model, batch, (_name(dtype),), loss, call, local_error, operations, progress, settings)
 
 
 def compare_precisions(
     model: nn.Module,
     batch: Any,
     *,
-    dtypes: Sequence[str | torch.dtype] = ("fp32", "fp16", "bf16"),
+    dtypes: Iterable[str | torch.dtype] | str | torch.dtype = ("fp32", "fp16", "bf16"),
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     call: str = "auto",
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     **settings: Any,
 ) -> Report:
     """Replay ``batch`` through ``model`` in several precisions side by side; see :func:`replay`."""
-    names = tuple(dict.fromkeys(_name(dtype) for dtype in dtypes))
-    return _run("compare-precisions", model, batch, names, loss, call, local_error, progress, settings)
+    several = (dtypes,) if isinstance(dtypes, (str, torch.dtype)) else dtypes
+    if not isinstance(several, Iterable):
+        raise UsageError(f"dtypes: expected the names of precisions, got {several!r}")
+    names = tuple(dict.fromkeys(_name(dtype) for dtype in several))
+    if not names:
+        raise UsageError(f"dtypes: there is no precision to replay; {suggestion('', _PRECISIONS)}")
+    return _run("compare-precisions", model, batch, names, loss, call, local_error, operations, progress, settings)
 
 
 def _run(
@@ -74,11 +84,16 @@ def _run(
     loss: Callable[[Any, Any], torch.Tensor] | None,
     call: str,
     local_error: bool,
+    operations: bool,
     progress: Progress,
     settings: Mapping[str, Any],
 ) -> Report:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got a {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss: expected a function of (output, batch), got a {type(loss).__name__}")
+    if call not in CALLS:
+        raise UsageError(f"call: no such way {call!r}; {suggestion(str(call), CALLS)}")
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
         raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
@@ -95,18 +110,18 @@ def _run(
         command=command,
         precisions=precisions,
         local_error=local_error,
+        operations=operations,
         progress=progress,
     )
     return Report(record)
 
 
 def _name(dtype: str | torch.dtype) -> str:
-    names = ("fp32", *LOW_PRECISIONS)
     if isinstance(dtype, torch.dtype):
         found = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
         name = found if found is not None else str(dtype)
     else:
-        name = dtype
-    if name not in names:
-        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, names)}")
+        name = str(dtype)
+    if name not in _PRECISIONS:
+        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, _PRECISIONS)}")
     return name

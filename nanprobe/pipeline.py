@@ -17,11 +17,20 @@ from torch import nn
 
 from nanprobe.checkpoints import content_digest
 from nanprobe.config import Config, Settings
-from nanprobe.diagnose import assemble
 from nanprobe.diagnose.before import StoredFault, stored_faults
-from nanprobe.diagnose.lane import diagnose_lane
+from nanprobe.diagnose.findings import apply_ignores, findings
+from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
+from nanprobe.diagnose.operation import (
+    diverging_place,
+    needs_earlier,
+    places_to_trace,
+    with_drift,
+    with_operations,
+)
+from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.tolerances import Tolerances
-from nanprobe.errors import IncompleteError, UsageError
+from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
+from nanprobe.errors import IncompleteError, NanprobeError, UsageError
 from nanprobe.exit_codes import verdict_exit_code
 from nanprobe.inputs.batch import load_batch
 from nanprobe.inputs.call import Call, bind
@@ -34,16 +43,26 @@ from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.lanes.lane_model import Weights, kept_paths
 from nanprobe.lanes.process_state import read_flags
-from nanprobe.lanes.run import has_compiled_parts, largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.run import (
+    find_drift,
+    find_operations,
+    has_compiled_parts,
+    largest_loss_scale,
+    output_holds_loss,
+    replay_lanes,
+)
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
-from nanprobe.lanes.trace import LaneTrace, Trace
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Trace
 from nanprobe.numerics.autocast_policy import unknown_to_us
+from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
 from nanprobe.version import __version__
 
 __all__ = ["Subject", "replay_command", "run_replay"]
+
+_WITH_FUSED_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 DEFAULT_LOSS_SCALE = 65536.0
 """Where dynamic loss scaling starts: the initial scale of ``torch.amp.GradScaler``."""
@@ -74,6 +93,7 @@ def replay_command(
     command: str,
     precisions: tuple[str, ...],
     local_error: bool = True,
+    operations: bool = True,
     trust_pickle: bool = False,
     progress: Progress = SILENT,
     started: float | None = None,
@@ -91,6 +111,7 @@ def replay_command(
         command=command,
         precisions=precisions,
         local_error=local_error,
+        operations=operations,
         progress=progress,
         started=started,
     )
@@ -148,10 +169,11 @@ def run_replay(
     command: str,
     precisions: tuple[str, ...],
     local_error: bool = True,
+    operations: bool = True,
     progress: Progress = SILENT,
     started: float | None = None,
 ) -> ReplayReport:
-    """Replay ``subject`` and diagnose it.
+    """Replay ``subject`` and diagnose it; with ``operations`` down to the single operation where one can be told.
 
     UsageError when the batch does not fit the model, IncompleteError when the reference raises for another reason, no
     memory is left, or nothing could be observed. The model, its gradients and all random state are left as they were.
@@ -193,44 +215,76 @@ def run_replay(
         trace, scale_notes = _with_loss_scale(spec, settings, timings)
         notes.extend(scale_notes)
     except LaneFailure as failure:
-        call = Call(args=failure.args_of_call, kwargs=failure.kwargs_of_call)
-        path = failure.raised.module if failure.raised is not None else None
-        explained = explain_forward_error(failure.error, failure.model, call, path, failure.inputs)
-        if explained is not None:
-            raise UsageError(explained) from failure.error
-        raise
+        raise _explained(failure) from failure.error
     if not trace.reference.visits:
         raise IncompleteError("nothing could be observed: no module of the model was called")
     began = time.perf_counter()
     diagnoses = {
-        name: diagnose_lane(trace, lane, Tolerances(precision=name, given=settings.tolerances))
-        for name, lane in trace.lanes.items()
+        name: diagnose_lane(trace, lane, Tolerances(precision=name, given=settings.tolerances), stored)
+        for name, lane in ((reference, trace.reference), *trace.lanes.items())
     }
-    found = assemble.apply_ignores(assemble.findings(trace, diagnoses, stored), settings.ignore)
-    results = assemble.precision_results(trace, diagnoses, stored, found)
+    timings["diagnose"] = time.perf_counter() - began
+    if operations:
+        began = time.perf_counter()
+        lanes = {reference: trace.reference, **trace.lanes}
+        diagnoses = {
+            name: _to_operations(spec, name, diagnosis, lanes[name].backward_origin)
+            for name, diagnosis in diagnoses.items()
+        }
+        timings["trace"] = time.perf_counter() - began
+    found = apply_ignores(findings(trace, diagnoses), settings.ignore)
+    results = precision_results(trace, diagnoses, found)
     for lane in (trace.reference, *trace.lanes.values()):
         timings[f"lane {lane.precision}"] = lane.seconds - lane.measuring_seconds
     timings["compare"] = sum(lane.measuring_seconds for lane in (trace.reference, *trace.lanes.values()))
-    timings["diagnose"] = time.perf_counter() - began
     timings["total"] = time.perf_counter() - started
     report = ReplayReport(
         tool=Tool(version=__version__),
         command=command,
         exit_code=0,
-        verdict=assemble.worst_verdict(results, reference),
+        verdict=worst_verdict(results, reference),
         subject=subject.described,
         environment=_environment(device),
         conditions=_conditions(spec, settings, trace, tuple(notes)),
         precisions=results,
         reference=reference,
-        first_bad=assemble.worst_first_bad(results, reference),
-        modules=assemble.visit_rows(trace, diagnoses),
-        gradients=assemble.gradient_rows(trace),
+        first_bad=worst_first_bad(results, reference),
+        modules=visit_rows(trace, diagnoses),
+        gradients=gradient_rows(trace),
         timings=timings,
         findings=found,
-        coverage=assemble.coverage(trace),
+        coverage=coverage(trace),
     )
     return replace(report, exit_code=verdict_exit_code(report))
+
+
+def _to_operations(
+    spec: ReplaySpec, name: str, diagnosis: LaneDiagnosis, backward: BackwardOrigin | None
+) -> LaneDiagnosis:
+    """Go down from the visits that a diagnosis names to the operations in them, by running the lane again."""
+    operations = find_operations(spec, name, places_to_trace(diagnosis))
+    earlier = None
+    if needs_earlier(diagnosis, operations):
+        earlier = find_operations(spec, name, [("", 0)]).get(("", 0))
+    named = with_operations(diagnosis, operations, earlier=earlier, backward=backward)
+    place = diverging_place(diagnosis)
+    if place is None or diagnosis.divergence is None or diagnosis.divergence.tolerance is None:
+        return named
+    return with_drift(named, find_drift(spec, name, place, diagnosis.divergence.tolerance))
+
+
+def _explained(failure: LaneFailure) -> NanprobeError:
+    """Tell apart why the reference raised: no memory, a batch that does not fit, or the model itself."""
+    place = failure.raised.module if failure.raised is not None else None
+    if is_out_of_memory(failure.error):
+        where = f" in {place or 'the model itself'}" if place is not None else ""
+        return IncompleteError(
+            f"out of memory while the FP32 reference ran{where}; replay one precision at a time (replay --dtype), "
+            "without backward (--no-backward), or a smaller batch"
+        )
+    call = Call(args=failure.args_of_call, kwargs=failure.kwargs_of_call)
+    explained = explain_forward_error(failure.error, failure.model, call, place, failure.inputs)
+    return UsageError(explained) if explained is not None else failure
 
 
 def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -335,7 +389,7 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
         )
     if autocast and spec.emulates_cuda and unknown_to_us():
         told.append(f"left alone, though CUDA's autocast changes them: {', '.join(unknown_to_us())}")
-    if autocast:
+    if autocast and any(isinstance(module, _WITH_FUSED_PATHS) for module in spec.model.modules()):
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
         )

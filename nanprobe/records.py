@@ -143,8 +143,9 @@ class VisitRow:
 class Gradient:
     """One precision's gradient of one parameter, after unscaling; counts are of non-finite scaled elements.
 
-    ``flushed`` counts elements that are zero here and not zero in the reference. ``norm`` is the 2-norm over finite
-    elements.
+    ``flushed`` counts elements that are zero here and not zero in the reference; in a report, only where the format is
+    narrower than FP32 and they are a share of the gradient, so that sums that cancel are not counted. ``norm`` is the
+    2-norm over finite elements.
     """
 
     norm: float | None
@@ -213,7 +214,10 @@ class FirstBad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm)."""
+    """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm).
+
+    ``parameter`` is the path of the batch field when that is rounded before anything runs.
+    """
 
     precision: str
     phase: str
@@ -226,6 +230,7 @@ class Divergence:
     local_error: float | None = None
     tolerance: float | None = None
     between: tuple[str | None, str | None] | None = None
+    parameter: str | None = None
     explanation: str = ""
 
 

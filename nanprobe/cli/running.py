@@ -35,6 +35,7 @@ class Flags:
     device: str | None
     seed: int | None
     local_error: bool
+    operations: bool
     show_config: bool
     trust_pickle: bool
 
@@ -102,6 +103,7 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
                 command=command,
                 precisions=precisions,
                 local_error=flags.local_error,
+                operations=flags.operations,
                 trust_pickle=flags.trust_pickle,
                 progress=progress,
                 started=started,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanprobe.formats import by_name
 from nanprobe.lanes.stored import StoredTensor
-from nanprobe.records import FirstBad, Remedy
+from nanprobe.records import Divergence, FirstBad, Remedy
 
 __all__ = ["StoredFault", "stored_faults"]
 
@@ -21,16 +21,35 @@ class StoredFault:
     mechanism: str
     count: int
     index: tuple[int, ...] | None
+    samples: tuple[int, ...] | None
     message: str
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it holds NaN or Inf, and not only rounded values."""
+        return self.mechanism != "unrepresentable-constant"
+
+    def explains(self, origin: FirstBad, *, given_inf: bool = False) -> bool:
+        """Whether an origin is where this fault was first used: nothing of its own went wrong there.
+
+        A batch field is used by whatever takes the model's arguments and by the loss; ``given_inf`` says that the
+        origin failed on -Inf from there. A parameter or buffer is used by its owner, or by the own code of a module
+        around the owner.
+        """
+        if not self.is_bad:
+            return False
+        if self.tensor.kind == "input":
+            return origin.phase in ("input", "loss") or (given_inf and self.tensor.stats.neginf > 0)
+        if origin.module is None or origin.phase not in ("forward", "backward"):
+            return False
+        inside = origin.module == "" or any(
+            owner == origin.module or owner.startswith(f"{origin.module}.") for owner in self.tensor.owners
+        )
+        return inside and (origin.module in self.tensor.owners or origin.between is not None)
 
     def first_bad(self, precision: str) -> FirstBad:
         """Return the fault as the origin of one precision's bad values."""
         tensor = self.tensor
-        fix = Remedy(kind="fix-data", text=f"Repair or drop the bad elements of {tensor.name}.")
-        if self.precision is not None:
-            fix = Remedy(kind="keep-fp32", modules=(tensor.owner,) if tensor.owner else (), text="Keep it in FP32.")
-        elif tensor.kind != "input":
-            fix = Remedy(kind="fix-checkpoint", text="Go back to a checkpoint from before this value went bad.")
         return FirstBad(
             precision=precision,
             phase=tensor.kind,
@@ -42,13 +61,43 @@ class StoredFault:
             count=self.count,
             elements=tensor.stats.elements,
             index=self.index,
-            samples=tensor.detail.samples if tensor.detail is not None else None,
+            samples=self.samples,
             reference_absmax=tensor.stats.absmax if self.precision is not None else None,
             limit=by_name(self.precision).max if self.precision is not None else None,
             parameter=tensor.name,
-            explanation=f"{self.message[0].upper()}{self.message[1:]}.",
-            remedies=(fix,),
+            explanation=self._explanation(),
+            remedies=(self._remedy(),),
         )
+
+    def divergence(self, precision: str) -> Divergence:
+        """Return the fault, rounded values, as the place where one precision leaves the reference."""
+        return Divergence(
+            precision=precision,
+            phase=self.tensor.kind,
+            module=self.tensor.owner,
+            visit=None,
+            class_=self.tensor.class_,
+            mechanism=self.mechanism,
+            parameter=self.tensor.name,
+            explanation=self._explanation(),
+        )
+
+    def _explanation(self) -> str:
+        text = f"{self.message[0].upper()}{self.message[1:]}."
+        absmax = self.tensor.stats.absmax
+        if self.precision is None and absmax is not None:
+            text += f" Its finite values reach {absmax:.4g}."
+        return text
+
+    def _remedy(self) -> Remedy:
+        tensor = self.tensor
+        if self.precision is not None and tensor.kind == "input":
+            return Remedy(kind="rewrite", text=f"Scale {tensor.name} down, or give it to the model as integers.")
+        if self.precision is not None:
+            return Remedy(kind="keep-fp32", modules=(tensor.owner,) if tensor.owner else (), text="Keep it in FP32.")
+        if tensor.kind == "input":
+            return Remedy(kind="fix-data", text=f"Repair or drop the bad elements of {tensor.name}.")
+        return Remedy(kind="fix-checkpoint", text="Go back to a checkpoint from before this value went bad.")
 
 
 def stored_faults(tensors: Iterable[StoredTensor]) -> tuple[StoredFault, ...]:
@@ -72,34 +121,38 @@ def stored_faults(tensors: Iterable[StoredTensor]) -> tuple[StoredFault, ...]:
                     mechanism=f"nonfinite-{tensor.kind}",
                     count=bad,
                     index=tensor.detail.index if tensor.detail is not None else None,
+                    samples=tensor.detail.samples if tensor.detail is not None else None,
                     message=f"{_noun(tensor)} already holds {' and '.join(kinds)} of {stats.elements:,} elements",
                 )
             )
-        for name, (count, index) in tensor.over.items():
+        for name, changed in tensor.over.items():
             faults.append(
                 StoredFault(
                     tensor=tensor,
                     precision=name,
                     mechanism="overflow",
-                    count=count,
-                    index=index,
+                    count=changed.count,
+                    index=changed.index,
+                    samples=changed.samples,
                     message=(
-                        f"casting {_noun(tensor)} to {name} turns {count:,} of {stats.elements:,} elements into Inf: "
-                        f"it reaches {stats.absmax:.4g}, {name} ends at {by_name(name).max:.5g}"
+                        f"casting {_noun(tensor)} to {name} turns {changed.count:,} of {stats.elements:,} elements "
+                        f"into Inf: it reaches {stats.absmax:.4g}, {name} ends at {by_name(name).max:.5g}"
                     ),
                 )
             )
-        for name, (count, index) in tensor.rounded.items():
+        for name, changed in tensor.rounded.items():
             faults.append(
                 StoredFault(
                     tensor=tensor,
                     precision=name,
                     mechanism="unrepresentable-constant",
-                    count=count,
-                    index=index,
+                    count=changed.count,
+                    index=changed.index,
+                    samples=changed.samples,
                     message=(
-                        f"{_noun(tensor)} holds integers stored as floats; casting to {name} changes {count:,} of "
-                        f"{stats.elements:,} ({name} is exact up to {by_name(name).integer_limit:,})"
+                        f"{_noun(tensor)} holds integers stored as floats; casting to {name} changes "
+                        f"{changed.count:,} of {stats.elements:,} ({name} is exact up to "
+                        f"{by_name(name).integer_limit:,})"
                     ),
                 )
             )

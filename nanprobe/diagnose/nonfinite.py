@@ -1,37 +1,36 @@
-"""Where non-finite values arise in a lane, and whether the precision is to blame."""
+"""What an origin of non-finite values was: its numbers, its mechanism, and whether the precision is to blame."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
+from nanprobe.diagnose.absorption import absorbing_visit
+from nanprobe.diagnose.explain import explain_backward, explain_forward
+from nanprobe.diagnose.independent import of_samples
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.formats import NumberFormat, by_dtype, by_name
 from nanprobe.lanes.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
 from nanprobe.records import FirstBad, Remedy
 
-__all__ = ["ends_badly", "forward_origins", "nonfinite_origins"]
+__all__ = ["bad_parameters", "ends_badly", "nonfinite_origins"]
 
 
-def forward_origins(lane: LaneTrace) -> tuple[Origin, ...]:
-    """Return the origins of NaN and Inf in forward; those of -Inf only when nothing else explains a bad loss."""
-    hard = find_origins(lane.visits, lambda f: f.inputs.hard, lambda f: f.outputs.hard)
-    if hard or lane.loss is None or math.isfinite(lane.loss):
-        return hard
-    return find_origins(
-        lane.visits, lambda f: f.inputs.hard or f.inputs.soft, lambda f: f.outputs.hard or f.outputs.soft
-    )[:1]
+def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: Sequence[Origin]) -> tuple[FirstBad, ...]:
+    """Return every independent origin in execution order: forward, else the loss, and backward if forward ends well.
 
-
-def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: tuple[Origin, ...]) -> tuple[FirstBad, ...]:
-    """Return every independent origin in execution order: forward, else the loss, and backward if forward ends well."""
-    origins = [_first_bad(trace, lane, origin) for origin in forward]
+    A gradient that goes bad where forward did is no origin of its own: the Inf was saved for the derivative.
+    """
+    origins = [_first_bad(trace, lane, origin, forward) for origin in forward]
     loss_is_bad = lane.loss is not None and not math.isfinite(lane.loss)
-    if not origins and loss_is_bad:
+    if loss_is_bad and not _reaches_the_end(lane, forward):
         origins.append(_in_loss(trace, lane))
     if not loss_is_bad and not (origins and ends_badly(lane)):
         backward = _in_backward(trace, lane)
-        if backward is not None:
+        if backward is not None and not any(
+            (o.module, o.visit, o.phase) == (backward.module, backward.visit, "forward") for o in origins
+        ):
             origins.append(backward)
     return tuple(origins)
 
@@ -40,50 +39,75 @@ def ends_badly(lane: LaneTrace) -> bool:
     """Whether the forward pass ends in a non-finite loss, or, without a loss, in a non-finite output."""
     if lane.loss is not None:
         return not math.isfinite(lane.loss)
-    root = next((f for f in lane.visits if f.module == "" and f.visit == 0), None)
+    root = _root(lane)
     return root is not None and root.outputs.hard
+
+
+def bad_parameters(lane: LaneTrace) -> list[str]:
+    """Return the parameters whose gradient holds NaN or Inf, in the model's order."""
+    return [name for name, g in lane.gradients.items() if g.nan or g.posinf or g.neginf]
+
+
+def _root(lane: LaneTrace) -> VisitFact | None:
+    return next((f for f in lane.visits if f.module == "" and f.visit == 0), None)
+
+
+def _reaches_the_end(lane: LaneTrace, forward: Sequence[Origin]) -> bool:
+    """Whether the model's output is what makes the loss bad; else the loss function itself is to blame."""
+    root = _root(lane)
+    return bool(forward) and (root is None or root.outputs.hard or root.outputs.soft)
 
 
 def _reference_fact(trace: Trace, fact: VisitFact) -> VisitFact | None:
     return next((f for f in trace.reference.visits if (f.module, f.visit) == (fact.module, fact.visit)), None)
 
 
-def _reference_failed_by(trace: Trace, fact: VisitFact, *, at_entry_of: VisitFact | None) -> bool:
-    """Whether the reference holds non-finite values at or before the place where this lane went bad."""
-    where = _reference_fact(trace, at_entry_of or fact)
+def _reference_fails_too(trace: Trace, fact: VisitFact, seen: VisitFact | None, detail: BadDetail | None) -> bool:
+    """Whether the reference is non-finite where this lane went bad; by time where no element can be compared."""
+    if detail is not None and not detail.only_masked and (detail.reference_bad or detail.reference_absmax is not None):
+        return detail.reference_bad > 0
+    where = _reference_fact(trace, seen or fact)
     if where is None:
         return False
-    limit = where.entered if at_entry_of is not None else where.left
+    limit = where.entered if seen is not None else where.left
     for other in find_origins(trace.reference.visits, lambda f: f.inputs.hard, lambda f: f.outputs.hard):
         if other.time <= limit:
             return True
-    soft_here = where.inputs.soft if at_entry_of is not None else where.outputs.soft
+    soft_here = where.inputs.soft if seen is not None else where.outputs.soft
     return soft_here and not fact.outputs.hard
 
 
-def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin) -> FirstBad:
-    fact = origin.fact
+def _from_outside(trace: Trace, lane: LaneTrace, detail: BadDetail | None) -> FirstBad:
+    root = _root(trace.reference)
+    return FirstBad(
+        precision=lane.precision,
+        phase="input",
+        module=None,
+        visit=None,
+        class_=None,
+        precision_related=not root.inputs.hard if root is not None else None,
+        parameter=detail.path if detail is not None else None,
+        count=detail.count if detail is not None else 0,
+        elements=detail.elements if detail is not None else 0,
+        index=detail.index if detail is not None else None,
+        samples=detail.samples if detail is not None else None,
+        explanation="Bad values came into the model with its arguments.",
+    )
+
+
+def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin, forward: Sequence[Origin]) -> FirstBad:
+    fact, seen = origin.fact, origin.seen
     if fact is None:
-        seen = origin.seen
-        detail = seen.bad_input if seen is not None else None
-        return FirstBad(
-            precision=lane.precision,
-            phase="input",
-            module=None,
-            visit=None,
-            class_=None,
-            precision_related=not trace.reference.visits[-1].inputs.hard if trace.reference.visits else None,
-            parameter=detail.path if detail is not None else None,
-            count=detail.count if detail is not None else 0,
-            elements=detail.elements if detail is not None else 0,
-            index=detail.index if detail is not None else None,
-            samples=detail.samples if detail is not None else None,
-            explanation="Bad values came into the model with its arguments.",
-        )
-    detail = fact.bad_output if origin.seen is None else origin.seen.bad_input
-    fails_too = _reference_failed_by(trace, fact, at_entry_of=origin.seen)
+        return _from_outside(trace, lane, seen.bad_input if seen is not None else None)
+    whole = fact.bad_output if seen is None else seen.bad_input
+    detail = of_samples(whole, origin.samples) if whole is not None else None
+    is_reference = lane.precision == trace.reference.precision
+    fails_too = is_reference or _reference_fails_too(trace, fact, seen, detail)
     fmt = by_dtype(detail.dtype) if detail is not None else by_name(lane.precision)
-    mechanism = _mechanism(detail, fmt, fails_too)
+    largest = detail.input_absmax if detail is not None and not origin.own_code else _largest_before(lane, origin)
+    mechanism = _mechanism(detail, fmt, largest, fails_too=fails_too)
+    absorber = absorbing_visit(lane, origin, forward)
+    absorbed_by = absorber.module if absorber is not None else None
     first = FirstBad(
         precision=lane.precision,
         phase="forward",
@@ -96,43 +120,40 @@ def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin) -> FirstBad:
         elements=detail.elements if detail is not None else 0,
         index=detail.index if detail is not None else None,
         samples=detail.samples if detail is not None else None,
-        input_absmax=detail.input_absmax if detail is not None and origin.seen is None else None,
+        input_absmax=largest,
         reference_absmax=detail.reference_absmax if detail is not None else None,
         limit=fmt.max if fmt is not None else None,
-        absorbed_by=_absorbed_by(lane, origin),
+        absorbed_by=absorbed_by,
         between=origin.between,
-        explanation=_explain(origin, detail, fmt, mechanism, fails_too),
     )
-    return _with_remedies(first)
+    text = explain_forward(first, fmt, trace.reference.precision)
+    bad = bad_parameters(lane)
+    if absorbed_by is not None and bad and not ends_badly(lane):
+        text += f" In backward it comes back: the gradient of {bad[0]} is non-finite"
+        text += f", and {len(bad) - 1:,} more." if len(bad) > 1 else "."
+    return _with_remedies(dataclasses.replace(first, explanation=text))
 
 
-def _mechanism(detail: BadDetail | None, fmt: NumberFormat | None, fails_too: bool) -> str | None:
-    """Return "overflow" where the reference's finite value is beyond the format, None where only operations can tell."""
-    if detail is None or fmt is None or fails_too or detail.reference_absmax is None:
-        return None
-    return "overflow" if detail.reference_absmax >= fmt.overflow_threshold else None
-
-
-def _explain(
-    origin: Origin, detail: BadDetail | None, fmt: NumberFormat | None, mechanism: str | None, fails_too: bool
-) -> str:
+def _largest_before(lane: LaneTrace, origin: Origin) -> float | None:
+    """Return the largest finite value that the children of a visit had given out before its own code went bad."""
     fact = origin.fact
     assert fact is not None
-    if origin.own_code:
-        before, after = origin.between or (None, None)
-        where = f"in the own code of {fact.module or 'the model'} ({fact.class_})"
-        where += f", after {before}" if before else ""
-        where += f", before {after}" if after else ""
-    else:
-        where = f"inside {fact.module or 'the model'} ({fact.class_})"
-    if mechanism == "overflow" and detail is not None and fmt is not None:
-        return (
-            f"The values are finite up to this point. The exact result {where} reaches "
-            f"{detail.reference_absmax:.4g}, beyond {fmt.name}'s largest value {fmt.max:.5g}."
-        )
-    if fails_too:
-        return f"FP32 is non-finite here as well, so the precision is not to blame. It arises {where}."
-    return f"The values are finite up to this point and not after it. It arises {where}."
+    found = [
+        lane.measures["forward", f.module, f.visit].absmax
+        for f in lane.visits
+        if f.parent == (fact.module, fact.visit) and 0 <= f.left <= origin.time and not f.outputs.hard
+    ]
+    return max((value for value in found if value is not None), default=None)
+
+
+def _mechanism(
+    detail: BadDetail | None, fmt: NumberFormat | None, largest: float | None, *, fails_too: bool
+) -> str | None:
+    """Return "overflow" where the reference's value or an operand is beyond the format, None where operations tell."""
+    if detail is None or fmt is None or fails_too:
+        return None
+    reached = (detail.reference_absmax, largest)
+    return "overflow" if any(r is not None and r >= fmt.overflow_threshold for r in reached) else None
 
 
 def _with_remedies(first: FirstBad) -> FirstBad:
@@ -146,46 +167,45 @@ def _with_remedies(first: FirstBad) -> FirstBad:
     return dataclasses.replace(first, remedies=tuple(remedies))
 
 
-def _absorbed_by(lane: LaneTrace, origin: Origin) -> str | None:
-    """Name the first visit after the origin that received bad values and gave out good ones."""
-    later = sorted((f for f in lane.visits if f.left > origin.time), key=lambda f: f.left)
-    for fact in later:
-        if fact.inputs.hard and not fact.outputs.hard and fact.left >= 0 and fact.entered >= origin.time:
-            return fact.module
-    return None
-
-
 def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     reference = trace.reference.loss
     fails_too = reference is not None and not math.isfinite(reference)
+    fmt = by_name(lane.precision)
+    root = lane.measures.get(("forward", "", 0))
+    largest = root.absmax if root is not None else None
+    beyond = reference is not None and not fails_too and abs(reference) >= fmt.overflow_threshold
+    text = "The model's output is finite; the loss computed from it is not."
+    if largest is not None:
+        text = f"The model's output is finite, at most {largest:.4g} in magnitude; the loss computed from it is not."
+    name = trace.reference.precision.upper()
+    if fails_too:
+        text += f" {name}'s loss is non-finite as well." if lane is not trace.reference else ""
+    elif reference is not None:
+        text += f" {name}'s loss is {reference:.4g}."
     return FirstBad(
         precision=lane.precision,
         phase="loss",
         module=None,
         visit=None,
         class_=None,
+        mechanism="overflow" if beyond else None,
         precision_related=not fails_too,
         count=1,
         elements=1,
         index=(),
+        input_absmax=largest,
         reference_absmax=abs(reference) if reference is not None and not fails_too else None,
-        explanation="The model's output is finite; the loss computed from it is not.",
+        limit=fmt.max,
+        explanation=text,
     )
 
 
 def _in_backward(trace: Trace, lane: LaneTrace) -> FirstBad | None:
-    bad = any(g.nan or g.posinf or g.neginf for g in lane.gradients.values())
     origin = lane.backward_origin
-    if origin is None or not (bad or any(_row_is_bad(lane, p) for p in lane.measures)):
+    if origin is None or not (bad_parameters(lane) or any(_row_is_bad(lane, p) for p in lane.measures)):
         return None
     fails_too = trace.reference.backward_origin is not None
-    mechanism = _backward_mechanism(origin, lane, fails_too)
-    where = (
-        f"the backward of {origin.module or 'the model'}" if origin.module is not None else "the backward of the loss"
-    )
-    text = f"Forward and loss are finite. The gradient turns bad in {where} ({origin.node})."
-    if mechanism == "loss-scale-overflow":
-        text += f" With loss scale {lane.loss_scale:g} it leaves the format's range; unscaled it may fit."
+    mechanism = _backward_mechanism(origin, lane, fails_too=fails_too)
     detail = origin.detail
     return FirstBad(
         precision=lane.precision,
@@ -200,7 +220,7 @@ def _in_backward(trace: Trace, lane: LaneTrace) -> FirstBad | None:
         index=detail.index if detail is not None else None,
         samples=detail.samples if detail is not None else None,
         limit=by_name(lane.precision).max,
-        explanation=text,
+        explanation=explain_backward(trace, lane, origin, mechanism, fails_too=fails_too),
         remedies=(Remedy(kind="lower-loss-scale", text="Lower the loss scale, or let dynamic loss scaling find it."),)
         if mechanism == "loss-scale-overflow"
         else (),
@@ -212,9 +232,16 @@ def _row_is_bad(lane: LaneTrace, place: Place) -> bool:
     return place[0] == "backward" and bool(measure.nan or measure.posinf or measure.neginf)
 
 
-def _backward_mechanism(origin: BackwardOrigin, lane: LaneTrace, fails_too: bool) -> str | None:
-    """Tell a gradient that only the loss scale pushed over the limit: Inf without NaN, and finite in the reference."""
-    only_inf = origin.health.nan == 0 and (origin.health.posinf or origin.health.neginf)
-    if fails_too or not only_inf:
+def _backward_mechanism(origin: BackwardOrigin, lane: LaneTrace, *, fails_too: bool) -> str | None:
+    """Tell what the gradients alone can tell.
+
+    A gradient of zero that becomes NaN is 0 x Inf in a branch that forward masked out. One that is finite at loss scale
+    1 overflows because of the scale. Inf without NaN at scale 1, where the reference is finite, is an overflow.
+    """
+    if origin.masked and origin.health.nan:
+        return "masked-gradient"
+    if fails_too:
         return None
-    return "loss-scale-overflow" if lane.loss_scale > 1 else "overflow"
+    if origin.fits_unscaled:
+        return "loss-scale-overflow"
+    return "overflow" if origin.health.nan == 0 and lane.loss_scale == 1.0 else None

@@ -24,7 +24,9 @@ class Origin:
 
     ``own_code`` says that no child but the visit's own code did it, between the children named by ``between``; ``seen``
     is then the visit that received the bad value (None when it left with the visit's own output). ``time`` is the
-    lane's clock. ``fact`` is None when bad values came into the model from outside.
+    lane's clock. ``fact`` is None when bad values came into the model from outside. ``samples`` are those in which this
+    is the origin, None when it is that of all that are bad there. ``given_inf`` says that it failed on -Inf that came
+    into the model with its arguments.
     """
 
     fact: VisitFact | None
@@ -32,6 +34,8 @@ class Origin:
     between: tuple[str | None, str | None] | None
     seen: VisitFact | None
     time: int
+    samples: tuple[int, ...] | None = None
+    given_inf: bool = False
 
 
 def find_origins(facts: Iterable[VisitFact], bad_in: Predicate, bad_out: Predicate) -> tuple[Origin, ...]:

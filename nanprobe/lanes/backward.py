@@ -9,6 +9,7 @@ holds its number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +91,7 @@ class NodeWatch:
             visit=place[1] if place else None,
             class_=self.classes.get(place[0]) if place else None,
             node=node.name(),
+            op=_forward_operation(node.name()),
             health=health_of([measure(gradient)]),
             detail=bad_detail(
                 "",
@@ -99,6 +101,21 @@ class NodeWatch:
             ),
             masked=_zero_where_bad(gradient, given),
         )
+
+
+def _forward_operation(node: str) -> str | None:
+    """Return the operation that an autograd node of PyTorch's own differentiates, None for a custom function.
+
+    Nodes are named after operations in another spelling: ``LogSoftmaxBackward0`` is the derivative of ``_log_softmax``.
+    """
+    found = re.fullmatch(r"(\w+?)Backward\d+", node)
+    if found is None:
+        return None
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found.group(1)).lower()
+    for candidate in (name, f"_{name}", f"native_{name}"):
+        if hasattr(torch.ops.aten, candidate):
+            return f"aten.{candidate}"
+    return None
 
 
 def _zero_where_bad(gradient: torch.Tensor, given: list[torch.Tensor]) -> bool:

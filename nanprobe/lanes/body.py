@@ -17,8 +17,10 @@ from nanprobe.lanes.frames import LaneSettings
 from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, copy_model
 from nanprobe.lanes.observer import Observer
+from nanprobe.lanes.operations import OperationWatch
+from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
-from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Raised
+from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
 from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors
@@ -146,6 +148,22 @@ class LaneRun:
             parameter.grad = None
         return fits
 
+    def find_operations(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OperationFact]:
+        """Run forward alone and return, by place, the operation that first made something bad of good operands."""
+        watch = OperationWatch()
+        self.lane.operations, self.lane.places = watch, frozenset(places)
+        with self._context():
+            self._forward()
+        return watch.found
+
+    def find_drift(self, place: tuple[str, int], tolerance: float) -> DriftFact | None:
+        """Run forward alone and return the operation inside ``place`` that its drift comes from, None when none is."""
+        watch = ShadowWatch(tolerance)
+        self.lane.shadow, self.lane.places = watch, frozenset([place])
+        with self._context():
+            self._forward()
+        return watch.found
+
     def find_backward_origin(self) -> BackwardOrigin | None:
         """Run forward and backward alone and return the autograd node where a good gradient turned bad."""
         with self._context():
@@ -193,7 +211,8 @@ class LaneRun:
             found = find_loss(output)
             self.loss_found = found is not None
             return found
-        loss = spec.loss(output, batch)
+        with self.lane.looking(IN_LOSS):
+            loss = spec.loss(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"the loss function must return a scalar tensor, it returned {what}")
@@ -212,11 +231,7 @@ class LaneRun:
         del scaled, loss
         self.backward_ran = True
         lane.phase = "gradients"
-        named = {
-            name: parameter.grad
-            for name, parameter in lane.copied.model.named_parameters()
-            if parameter.grad is not None
-        }
+        named = lane.copied.gradients()
         references = lane.exchange("gradients", named) or {}
         if lane.is_reference:
             references = {}

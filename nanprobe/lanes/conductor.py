@@ -6,8 +6,9 @@ posted, so in the ordinary case it stays one boundary ahead and nothing older is
 
 Lanes may differ: a router sends tokens to another expert, a loop ends earlier. A lane's boundary is given up on as
 "the reference never came by" when the reference has already left one of the module visits that enclose it, has gone on
-to a later phase, has ended, or is more than ``WINDOW`` boundaries ahead. What the reference posted and a lane did not
-ask for is kept for ``WINDOW`` further boundaries, since in backward the order may differ a little.
+to a later phase, has ended, or is more than ``WINDOW`` boundaries ahead; for the end of the outermost visit, the model
+itself, it waits as long as it takes. What the reference posted and a lane did not ask for is kept for ``WINDOW``
+further boundaries, since in backward the order may differ a little.
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ class Conductor:
             return True
         if any(key in self._exited for key in request.chain):
             return True
+        if request.key[0] == "forward" and not request.key[3] and not request.chain:
+            return False  # the model as a whole: there is nothing after it that waiting could miss
         return self._posted - follower.asked_at > WINDOW
 
     def _forget(self, name: str) -> None:
@@ -164,7 +167,7 @@ class Conductor:
         followers = [follower for follower in self._followers.values() if not follower.thread.finished]
         for posted in list(self._pending.values()):
             for follower in followers:
-                if posted.index < follower.last_index - WINDOW:
+                if posted.index < max(follower.last_index, self._posted - WINDOW) - WINDOW:
                     posted.waiting.discard(follower.thread.name)
             if posted.waiting:
                 posted.freeze()

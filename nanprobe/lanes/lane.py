@@ -8,6 +8,7 @@ is seen goes to three recorders: forward visits, gradients, and discrete choices
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from nanprobe.lanes.frames import Frame, LaneSettings
 from nanprobe.lanes.gradients import GradientRecorder
 from nanprobe.lanes.lane_model import LaneModel
 from nanprobe.lanes.measures import MeasureBuilder
+from nanprobe.lanes.operations import OperationWatch
 from nanprobe.lanes.placement import Placement
+from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.trace import Place, Raised
 from nanprobe.numerics.tree import named_tensors
 
@@ -64,6 +67,9 @@ class Lane:
         self._clock = 0
         self._last_outside: str | None = None
         self._in_twin = False
+        self.operations: OperationWatch | None = None
+        self.places: frozenset[tuple[str, int]] = frozenset()
+        self.shadow: ShadowWatch | None = None
         for path, module in copied.modules.items():
             module.__dict__["_compiled_call_impl"] = partial(self._visit, path, module)
 
@@ -152,13 +158,26 @@ class Lane:
             visit = self._visits[path]
             self._visits[path] += 1
         sequence = next_sequence()
-        with self.placement.around(path):
+        with self.placement.around(path), self._visiting(path, visit, module), self.looking((path, visit)):
             output = _call(module, args, kwargs)
         self.placement.leave(path, output)
         self.watch.visited(sequence, next_sequence(), path, visit)
         if again and self.observing:
             self.gradients.watch_again(path, visit, dict(named_tensors(output)))
         return output
+
+    def _visiting(self, path: str, visit: int, module: nn.Module) -> AbstractContextManager[None]:
+        if self.operations is None:
+            return nullcontext()
+        return self.operations.visiting(path, visit, type(module).__name__)
+
+    def looking(self, place: tuple[str, int]) -> AbstractContextManager[None]:
+        """Look at single operations while ``place`` runs, if it is one of those that were asked for."""
+        if place not in self.places:
+            return nullcontext()
+        if self.shadow is not None:
+            return self.shadow.inside()
+        return self.operations.inside(place) if self.operations is not None else nullcontext()
 
     def _note_failure(self, frame: Frame, error: Exception) -> None:
         if self.raised is None:
@@ -200,7 +219,8 @@ class Lane:
         dtypes = {path: tensor.dtype for path, tensor, _ in frame.inputs}
         self._in_twin = True
         try:
-            return frame.twin.run(counterpart.inputs, dtypes)
+            with self.placement.around(frame.path):
+                return frame.twin.run(counterpart.inputs, dtypes)
         finally:
             self._in_twin = False
 

@@ -8,7 +8,7 @@ would cost a copy each, so FP32 weights are copy-on-write clones: they share mem
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.closures import rebind_functions
 from nanprobe.numerics.tree import named_tensors
 
 __all__ = ["LaneModel", "copy_model", "kept_paths"]
@@ -28,14 +29,35 @@ Weights = Callable[[], Mapping[str, torch.Tensor]]
 class LaneModel:
     """A copied model, its modules by path, and what could not be copied.
 
-    ``kept`` are the paths of the outermost modules that stay in FP32.
+    ``kept`` are the paths of the outermost modules that stay in FP32. ``split`` holds, by name, the parameters that
+    are one in the original and two here: tied between a kept module and another.
     """
 
-    def __init__(self, model: nn.Module, kept: tuple[str, ...], notes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: tuple[str, ...],
+        notes: tuple[str, ...],
+        split: Mapping[str, Sequence[nn.Parameter]],
+    ) -> None:
         self.model = model
         self.kept = kept
         self.notes = notes
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self._split = split
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients by the names that the parameters have in the original; those split in two added up."""
+        split = {id(part) for parts in self._split.values() for part in parts}
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in split and parameter.grad is not None:
+                found[name] = parameter.grad
+        for name, parts in self._split.items():
+            gradients = [part.grad for part in parts if part.grad is not None]
+            if gradients:
+                found[name] = sum((gradient.float() for gradient in gradients[1:]), gradients[0].float())
+        return found
 
 
 def kept_paths(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -86,6 +108,18 @@ def _share(name: str, tensor: torch.Tensor, fresh: _Fresh) -> torch.Tensor:
         return detached.clone()
 
 
+def _parameter(values: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that is treated as ``original`` is: trained or not, and with its gradient hooks.
+
+    What runs after a gradient has been accumulated is left out: it is an optimizer's business.
+    """
+    parameter = nn.Parameter(values, requires_grad=original.requires_grad)
+    hooks: Mapping[int, Any] = getattr(original, "_backward_hooks", None) or {}
+    for hook in hooks.values():
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return parameter
+
+
 def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield tensors held in attributes that ``copy.deepcopy`` refuses: results of a graph, not leaves."""
     for name, value in module.__dict__.items():
@@ -122,7 +156,7 @@ def copy_model(
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter:
-            memo[id(parameter)] = nn.Parameter(_share(name, parameter, fresh), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = _parameter(_share(name, parameter, fresh), parameter)
     for buffer in model.buffers():
         if type(buffer) is torch.Tensor:
             memo[id(buffer)] = buffer.detach().clone()
@@ -142,11 +176,14 @@ def copy_model(
                         f"{path}.{name}".lstrip(".") + f" ({type(value).__qualname__}) is shared between lanes"
                     )
         lane = copy.deepcopy(model, clean)
+        memo = clean
     _own_scripted(model, lane, memo)
+    rebind_functions(model, lane, memo)
+    split: dict[str, list[nn.Parameter]] = {}
     if dtype is not None:
         lane.to(dtype)
-        _restore_kept(model, lane, kept, fresh)
-    return LaneModel(lane, kept, tuple(notes))
+        split = _restore_kept(model, lane, kept, fresh)
+    return LaneModel(lane, kept, tuple(notes), split)
 
 
 def _own_scripted(model: nn.Module, lane: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -161,19 +198,37 @@ def _own_scripted(model: nn.Module, lane: nn.Module, memo: Mapping[int, Any]) ->
             for name, parameter in original.named_parameters(recurse=False):
                 own = memo.get(id(parameter))
                 if not isinstance(own, nn.Parameter):
-                    own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    own = _parameter(parameter.detach().clone(), parameter)
                 setattr(copies[path], name, own)
 
 
-def _restore_kept(model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: _Fresh) -> None:
+def _restore_kept(
+    model: nn.Module, lane: nn.Module, kept: tuple[str, ...], fresh: _Fresh
+) -> dict[str, list[nn.Parameter]]:
+    """Give kept modules their original values back; return parameters split in two, by name, as :class:`LaneModel` has.
+
+    Tied parameters stay tied among kept modules. One that a kept module shares with another is FP32 in the one and low
+    in the other.
+    """
     originals = dict(model.named_modules())
     copies = dict(lane.named_modules())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    done: dict[int, Any] = {}
     for path in kept:
         for inner, original in originals[path].named_modules():
             full = ".".join(part for part in (path, inner) if part)
             target = copies[full]
             for name, parameter in original.named_parameters(recurse=False):
-                shared = _share(f"{full}.{name}".lstrip("."), parameter, fresh)
-                target._parameters[name] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+                if id(parameter) not in done:
+                    done[id(parameter)] = _parameter(_share(f"{full}.{name}".lstrip("."), parameter, fresh), parameter)
+                target._parameters[name] = done[id(parameter)]
             for name, buffer in original.named_buffers(recurse=False):
-                target._buffers[name] = buffer.detach().clone()
+                target._buffers[name] = done.setdefault(id(buffer), buffer.detach().clone())
+    parts: dict[str, list[nn.Parameter]] = {}
+    for path, original in originals.items():
+        for name, parameter in original.named_parameters(recurse=False):
+            mine = copies[path]._parameters[name]
+            held = parts.setdefault(names[id(parameter)], [])
+            if mine is not None and not any(mine is other for other in held):
+                held.append(mine)
+    return {name: held for name, held in parts.items() if len(held) > 1}

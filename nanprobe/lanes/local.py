@@ -2,7 +2,7 @@
 
 The extra run must leave no trace. Modules of ``torch.nn`` keep state in buffers only, so they run on copies of those as
 they were before the visit; a module of the user's own may do anything, so a copy of it, made before the visit, is run
-instead. Random state is that of the
+instead. Hooks would see an extra call, so a module that has some is not run again. Random state is that of the
 visit's start, so that dropout drops the same elements, and is put back afterwards.
 """
 
@@ -23,16 +23,25 @@ __all__ = ["LocalTwin"]
 class LocalTwin:
     """A leaf as it was before its visit, ready to be run on other inputs."""
 
-    def __init__(self, module: nn.Module, buffers: dict[str, torch.Tensor] | None, random: torch.Tensor) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: dict[str, torch.Tensor] | None,
+        random: torch.Tensor,
+        refused: str | None = None,
+    ) -> None:
         self._module = module
         self._buffers = buffers
         self._random = random
+        self._refused = refused
 
     @classmethod
     def prepare(cls, module: nn.Module) -> LocalTwin | None:
         """Get ready for an extra run of ``module``; None when it has children or cannot be copied."""
         builtin = type(module).__module__.startswith("torch.nn.")
         random = torch.get_rng_state()
+        if module._forward_hooks or module._forward_pre_hooks:
+            return cls(module, None, random, "local error unknown: the module has hooks")
         if builtin and type(module).forward is not nn.Module.forward and not isinstance(module, _CONTAINERS):
             buffers = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
             return cls(module, buffers, random)
@@ -57,6 +66,8 @@ class LocalTwin:
 
         Returns the outputs by path, and the reason when there are none.
         """
+        if self._refused is not None:
+            return {}, self._refused
         paths = {id(tensor): path for path, tensor in named_tensors(inputs)}
 
         def fit(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,8 +85,7 @@ class LocalTwin:
             self._module._buffers.update(self._buffers)
         try:
             with torch.no_grad():
-                call: Any = self._module._call_impl
-                output = call(*args, **kwargs)
+                output = self._module.forward(*args, **kwargs)
         except Exception as error:  # the model's own code may refuse inputs it has never been given
             return {}, f"local error unknown: {type(error).__name__}"
         finally:

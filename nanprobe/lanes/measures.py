@@ -56,7 +56,7 @@ def bad_detail(
         masked = masked & (torch.isneginf(exact) | (exact <= mask_fill(exact.dtype)))
     counted = bad & ~masked
     only_masked = not bool(counted.any())
-    bad = bad if only_masked else counted
+    bad = counted if not only_masked else _rows_lost(bad, values, exact)
     count = int(torch.count_nonzero(bad))
     if count == 0:
         return None
@@ -83,6 +83,14 @@ def bad_detail(
         by_sample=by_sample or (),
         only_masked=only_masked,
     )
+
+
+def _rows_lost(bad: torch.Tensor, values: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor:
+    """Return those -Inf that the reference does not have and that leave their row without a finite element, else all."""
+    if exact is None or values.dim() == 0:
+        return bad
+    lost = bad & torch.isfinite(exact) & ~torch.isfinite(values).any(dim=-1, keepdim=True)
+    return lost if bool(lost.any()) else bad
 
 
 def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:

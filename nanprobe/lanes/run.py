@@ -23,10 +23,17 @@ from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
-from nanprobe.lanes.trace import Trace
+from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
 from nanprobe.numerics.autocast_regions import emulate_cuda
 
-__all__ = ["has_compiled_parts", "largest_loss_scale", "output_holds_loss", "replay_lanes"]
+__all__ = [
+    "find_drift",
+    "find_operations",
+    "has_compiled_parts",
+    "largest_loss_scale",
+    "output_holds_loss",
+    "replay_lanes",
+]
 
 T = TypeVar("T")
 
@@ -46,6 +53,10 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     collecting = gc.get_threshold()
     stack = ExitStack()
     try:
+        # What the caller is in the middle of is not for lanes; this thread copies models, and runs some lanes itself.
+        stack.enter_context(torch.inference_mode(False))
+        for device in {"cpu", spec.device.type}:
+            stack.enter_context(torch.autocast(device, enabled=False))
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
@@ -185,6 +196,34 @@ def output_holds_loss(spec: ReplaySpec) -> bool:
 def largest_loss_scale(spec: ReplaySpec, precision: str, scales: Iterable[float]) -> float | None:
     """Return the first of ``scales`` at which every gradient of one lane is finite, None when there is none."""
     return _alone(spec, precision, lambda run: run.largest_scale(scales))
+
+
+def find_operations(
+    spec: ReplaySpec, precision: str, places: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], OperationFact]:
+    """Run one lane alone and return the operation to blame at each of ``places``, where one could be found.
+
+    Nothing is found when the lane raises before its end: it is known from the replay that it does.
+    """
+    wanted = frozenset(places)
+    if not wanted:
+        return {}
+    try:
+        return _alone(replace(spec, backward=False), precision, lambda run: run.find_operations(wanted))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own; see above
+        return {}
+
+
+def find_drift(spec: ReplaySpec, precision: str, place: tuple[str, int], tolerance: float) -> DriftFact | None:
+    """Run one lane alone and return the operation that the drift of one visit comes from, None when none is found."""
+    try:
+        return _alone(replace(spec, backward=False), precision, lambda run: run.find_drift(place, tolerance))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own; see above
+        return None
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

@@ -13,11 +13,14 @@ from nanprobe.records import Gradient, Measure
 
 __all__ = [
     "HEALTHY",
+    "IN_LOSS",
     "BackwardOrigin",
     "BadDetail",
+    "DriftFact",
     "Flip",
     "Health",
     "LaneTrace",
+    "OperationFact",
     "Place",
     "Raised",
     "SampleDetail",
@@ -27,6 +30,10 @@ __all__ = [
 
 Place = tuple[str, str, int]
 """(phase, module path, visit): the key by which lanes are matched."""
+
+
+IN_LOSS = ("", -1)
+"""The place of the loss function, beside the (module path, visit) of visits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +151,7 @@ class Flip:
 class BackwardOrigin:
     """The first autograd node whose incoming gradient was good and whose outgoing gradient was not.
 
+    ``op`` is the forward operation that the node is the derivative of, None for a function of the model's own.
     ``masked`` says that the incoming gradient is zero wherever the outgoing one is bad. ``fits_unscaled`` tells whether
     all gradients are finite at loss scale 1; None when the scale is 1 already.
     """
@@ -154,8 +162,54 @@ class BackwardOrigin:
     node: str
     health: Health
     detail: BadDetail | None
+    op: str | None = None
     masked: bool = False
     fits_unscaled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFact:
+    """A dispatched operation that made something non-finite of operands without NaN and +Inf.
+
+    ``module`` and ``visit`` are those of the innermost visit that ran it (None in a loss function). ``op`` has no
+    overload. ``count`` of ``elements`` are non-finite in its result, which is of format ``dtype``. ``exact_absmax``
+    is the largest finite magnitude among what FP64 makes of the same operands in their place, None when that is
+    non-finite too, or (``exact_known`` false) when it could not be evaluated. ``operand_inf`` says that an operand
+    holds -Inf or that a number given is infinite. ``constant`` is the largest finite number among its arguments.
+    ``masked_rows`` counts rows of an operand that are -Inf throughout; ``of_mask`` says that one holds zeros and
+    ones only.
+    """
+
+    module: str | None
+    visit: int | None
+    class_: str | None
+    op: str
+    dtype: str
+    count: int
+    elements: int
+    input_absmax: float | None
+    exact_absmax: float | None
+    exact_known: bool
+    operand_zero: bool
+    operand_inf: bool
+    masked_rows: int
+    of_mask: bool
+    no_elements: bool
+    constant: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftFact:
+    """The operation that a drift comes from (``op``) and the one in whose result it first shows (``seen_in``).
+
+    ``rel_error`` is that result's accumulated error against FP64 from the visit's inputs on, ``local_error`` the error
+    of the operation on its actual operands; both are relative 2-norms.
+    """
+
+    op: str
+    seen_in: str
+    rel_error: float
+    local_error: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 
 __all__ = ["map_tensors", "named_tensors", "uninspected"]
 
-_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
+_PLAIN = (
+    *(str, bytes, bytearray, int, float, complex, bool, type(None)),
+    *(torch.dtype, torch.device, torch.Size, type, types.ModuleType),
+)
 _MAX_DEPTH = 24
 
 

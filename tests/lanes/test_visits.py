@@ -111,11 +111,11 @@ def test_adding_to_an_output_afterwards() -> None:
 def test_overflow_by_an_in_place_operation_is_the_parents_own_code() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.first(x)
-        h.mul_(1e6)
+        h.mul_(6e4)
         return self.second(h)
 
     model = Code(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
-    report = nanprobe.replay(model, torch.randn(3, 4), mode="cast")
+    report = nanprobe.replay(model, 8.0 * torch.randn(3, 4), mode="cast")
     first = report.first_bad
     assert first is not None
     assert (first.module, first.between, first.mechanism) == ("", ("first", "second"), "overflow")
