@@ -64,6 +64,15 @@ __all__ = ["Subject", "replay_command", "run_replay"]
 
 _WITH_FUSED_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
+_ATTENTION = {
+    "math": "scaled-dot-product attention took PyTorch's math back end in every lane",
+    "math-half": (
+        "scaled-dot-product attention was written out, its scores kept in each lane's own precision and scaled after "
+        "the product, as hand-written code has it"
+    ),
+}
+"""What a report says about attention that is not left to PyTorch's choice."""
+
 DEFAULT_LOSS_SCALE = 65536.0
 """Where dynamic loss scaling starts: the initial scale of ``torch.amp.GradScaler``."""
 
@@ -192,6 +201,7 @@ def run_replay(
         loss=subject.loss,
         mode=settings.mode,
         autocast_policy=settings.autocast_policy,
+        attention=settings.attention,
         train=settings.resolved_train(loss_given=subject.loss is not None),
         device=device,
         seed=settings.seed,
@@ -393,6 +403,8 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
         )
+    if spec.attention in _ATTENTION:
+        told.append(_ATTENTION[spec.attention])
     if has_compiled_parts(spec.model):
         told.append("compiled parts ran eagerly: compiled kernels keep FP32 where eager code rounds in between")
     for lane in (trace.reference, *trace.lanes.values()):
@@ -401,6 +413,7 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
     return {
         "mode": settings.mode,
         "autocast_policy": policy,
+        "attention": spec.attention,
         "loss_scale": max(scales.values(), default=1.0),
         "loss_scales": scales,
         "seed": settings.seed,

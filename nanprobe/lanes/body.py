@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.attention import written_out_here
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.frames import LaneSettings
@@ -97,6 +98,7 @@ class LaneRun:
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
             if self.spec.emulates_cuda:
                 stack.enter_context(as_on_cuda(regions=self._dtype in HALF))
+            stack.enter_context(written_out_here(self.spec.attention))
             if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
                 # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
                 jit: Any = torch.jit

@@ -18,6 +18,7 @@ from torch import nn
 
 from nanprobe.errors import NanprobeError
 from nanprobe.inputs.rng import RandomState, seed_all
+from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
@@ -63,6 +64,7 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
         gc.set_threshold(max(collecting[0], _COLLECT_AFTER) if collecting[0] else 0, *collecting[1:])
         if spec.emulates_cuda:
             stack.enter_context(emulate_cuda())
+        stack.enter_context(written_out(spec.attention))
         if spec.mode == "autocast":
             torch.backends.mha.set_fastpath_enabled(False)
         yield outer

@@ -75,6 +75,7 @@ class ReplaySpec:
     loss: LossFunction | None = None
     mode: str = "autocast"
     autocast_policy: str = "cuda"
+    attention: str = "fused"
     train: bool = False
     backward: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
