@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["LACKING", "PRODUCTS", "Products", "runs_natively"]
+__all__ = ["LACKING", "PRODUCTS", "Products", "Way", "runs_natively"]
 
 LACKING = "operations without a half kernel on this CPU, run in FP32 and rounded once"
 PRODUCTS = "half products summed in FP32 and rounded once"
+
+Way = Callable[..., Any]
+"""Runs a product: called with the operation, the half dtype, the arguments and the keyword arguments."""
 
 HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
@@ -78,7 +81,7 @@ class Products:
         self.emulated: dict[str, Counter[str]] = {}
         self._dtype = dtype
         self._on_cpu = device.type == "cpu"
-        self._ways: dict[Any, Callable[..., Any]] = {}
+        self._ways: dict[Any, Way] = {}
         if self._on_cpu and not runs_natively(dtype):
             self._ways = dict(_ways())
 
@@ -87,9 +90,12 @@ class Products:
         """Whether operations of this lane are to be handed to :meth:`run`."""
         return self._on_cpu
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, counting: bool) -> Any:
+    def way_of(self, func: Any) -> Way | None:
+        """Return how to run an operation that is a product, None for others."""
+        return self._ways.get(func)
+
+    def run(self, func: Any, way: Way | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, counting: bool) -> Any:
         """Run one dispatched operation, in FP32 with one rounding where it is a product or has no half kernel."""
-        way = self._ways.get(func)
         if way is not None:
             dtype = _common_half(func, args, kwargs)
             if dtype is not None:
@@ -115,7 +121,7 @@ class Products:
         counter[func.overloadpacket.__name__.lstrip("_").removeprefix("scaled_dot_product_")] += 1
 
 
-def _ways() -> Iterator[tuple[Any, Callable[..., Any]]]:
+def _ways() -> Iterator[tuple[Any, Way]]:
     for packet in _PLAIN:
         yield packet.default, _rounded
     for func in _WRITING:
