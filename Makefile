@@ -11,7 +11,7 @@ DEMO_CONFIG := sample_runs/feed-forward-overflow/nanprobe.yaml
 # One PyTorch for everybody who builds from here, so that figures in tests and docs can be repeated.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench fuzz clean
 
 demo: $(STAMPS)/run
 	@$(BIN)/nanprobe compare-precisions --config $(DEMO_CONFIG); code=$$?; \
@@ -32,6 +32,11 @@ lint: $(STAMPS)/test
 
 bench: $(STAMPS)/run
 	$(BIN)/python -m benchmarks
+
+# Damaged checkpoints of every format, for as long as one likes: make fuzz SECONDS=600
+SECONDS ?= 60
+fuzz: $(STAMPS)/test
+	$(BIN)/python -m tests.checkpoints.mutation $(SECONDS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,14 +13,25 @@ from nanprobe.version import __version__
 if TYPE_CHECKING:
     from nanprobe.api import compare_precisions, replay
     from nanprobe.report import Report, load_report
+    from nanprobe.scanning import diff_checkpoints, scan_checkpoint
 
-__all__ = ["Report", "__version__", "compare_precisions", "load_report", "replay"]
+__all__ = [
+    "Report",
+    "__version__",
+    "compare_precisions",
+    "diff_checkpoints",
+    "load_report",
+    "replay",
+    "scan_checkpoint",
+]
 
 _HOMES = {
     "Report": "nanprobe.report",
     "compare_precisions": "nanprobe.api",
+    "diff_checkpoints": "nanprobe.scanning",
     "load_report": "nanprobe.report",
     "replay": "nanprobe.api",
+    "scan_checkpoint": "nanprobe.scanning",
 }
 
 

@@ -12,6 +12,8 @@ from nanprobe import serialize
 from nanprobe.exit_codes import verdict_exit_code
 from nanprobe.records import Finding, FirstBad, PrecisionResult, ReplayReport
 from nanprobe.render import render
+from nanprobe.scan_records import ScanFinding
+from nanprobe.serialize import AnyReport
 
 __all__ = ["Report", "load_report"]
 
@@ -24,13 +26,13 @@ class Report:
 
     __slots__ = ("record",)
 
-    def __init__(self, record: ReplayReport) -> None:
+    def __init__(self, record: AnyReport) -> None:
         self.record = record
 
     @property
-    def verdict(self) -> str:
-        """Return "clean", "precision", "not-precision" or "inconclusive"."""
-        return self.record.verdict
+    def verdict(self) -> str | None:
+        """Return "clean", "precision", "not-precision" or "inconclusive"; None for a scan, which has findings only."""
+        return self.record.verdict if isinstance(self.record, ReplayReport) else None
 
     @property
     def exit_code(self) -> int:
@@ -40,17 +42,17 @@ class Report:
     @property
     def first_bad(self) -> FirstBad | None:
         """Return the worst precision's origin of non-finite values, None when there is none."""
-        return self.record.first_bad
+        return self.record.first_bad if isinstance(self.record, ReplayReport) else None
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """Return all findings, ignored ones included."""
+    def findings(self) -> tuple[Finding, ...] | tuple[ScanFinding, ...]:
+        """Return all findings, ignored and known ones included."""
         return self.record.findings
 
     @property
     def precisions(self) -> dict[str, PrecisionResult]:
-        """Return how each precision ended, by name."""
-        return dict(self.record.precisions)
+        """Return how each precision ended, by name; nothing for a scan."""
+        return dict(self.record.precisions) if isinstance(self.record, ReplayReport) else {}
 
     def exit_code_for(self, fail_on: str) -> int:
         """Return the exit code under another threshold: "error", "warning" or "never"."""
@@ -77,8 +79,9 @@ class Report:
         return id(self)
 
     def __repr__(self) -> str:
-        """Return the command and the verdict."""
-        return f"<nanprobe.Report {self.record.command}: {self.record.verdict}>"
+        """Return the command and the verdict, or how many findings a scan has."""
+        said = self.verdict if self.verdict is not None else f"{len(self.record.findings)} findings"
+        return f"<nanprobe.Report {self.record.command}: {said}>"
 
 
 def load_report(path: str | Path) -> Report:

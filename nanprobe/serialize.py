@@ -25,8 +25,14 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nanprobe.errors import UsageError
 from nanprobe.records import SCHEMA_VERSION, ReplayReport
+from nanprobe.scan_records import DiffReport, ScanReport
 
-__all__ = ["from_dict", "load_report", "to_dict", "to_json"]
+__all__ = ["AnyReport", "from_dict", "load_report", "to_dict", "to_json"]
+
+AnyReport = ReplayReport | ScanReport | DiffReport
+
+_RECORDS: dict[str, type] = {"scan-checkpoint": ScanReport, "diff-checkpoints": DiffReport}
+"""The record that a command's report is made of; every other command writes a ReplayReport."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -35,7 +41,7 @@ _NUMBER_LIST = re.compile(rf"\[\s*\n\s*({_NUMBER}(?:,\s*\n\s*{_NUMBER})*)\s*\n\s
 """A list of plain numbers that was spread over several lines; a JSON string holds no line break, so it cannot match."""
 
 
-def to_dict(report: ReplayReport) -> dict[str, Any]:
+def to_dict(report: AnyReport) -> dict[str, Any]:
     """Return ``report`` as plain dicts, lists, strings and numbers that strict JSON can hold.
 
     Raises TypeError, naming the key, when a free-form mapping holds something that JSON has no word for.
@@ -43,13 +49,13 @@ def to_dict(report: ReplayReport) -> dict[str, Any]:
     return cast("dict[str, Any]", _encode(report, ""))
 
 
-def to_json(report: ReplayReport, indent: int | None = 2) -> str:
+def to_json(report: AnyReport, indent: int | None = 2) -> str:
     """Return ``report`` as strict JSON text in ASCII; lists of numbers stand on one line. Raises as :func:`to_dict`."""
     text = json.dumps(to_dict(report), indent=indent, allow_nan=False)
     return _NUMBER_LIST.sub(lambda match: "[" + re.sub(r"\s*\n\s*", " ", match.group(1)) + "]", text)
 
 
-def from_dict(document: Any, where: str = "the report") -> ReplayReport:
+def from_dict(document: Any, where: str = "the report") -> AnyReport:
     """Return the report that :func:`to_dict` wrote; ``where`` names its place in messages.
 
     Raises UsageError when ``document`` is not a report, has another ``schema_version``, misses a key or holds a value
@@ -64,8 +70,10 @@ def from_dict(document: Any, where: str = "the report") -> ReplayReport:
             "render it with the release that wrote it, or replay again."
         )
     try:
-        report = cast(ReplayReport, _decode(ReplayReport, document, ""))
-        _check_references(report)
+        record = _RECORDS.get(str(document.get("command")), ReplayReport)
+        report = cast("AnyReport", _decode(record, document, ""))
+        if isinstance(report, ReplayReport):
+            _check_references(report)
     except _Unreadable as error:
         raise UsageError(f"{where} is damaged: {error}. Replay again to write another.") from None
     except RecursionError:
@@ -73,7 +81,7 @@ def from_dict(document: Any, where: str = "the report") -> ReplayReport:
     return report
 
 
-def load_report(path: str | Path) -> ReplayReport:
+def load_report(path: str | Path) -> AnyReport:
     """Return the report saved in the JSON file ``path``.
 
     Raises UsageError when the file is missing, unreadable, not JSON, or not a report of this ``schema_version``.

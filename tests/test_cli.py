@@ -185,9 +185,7 @@ def test_no_config_and_no_batch(engine: Engine, tmp_path: Path, capsys: pytest.C
     assert "no nanprobe.yaml or nanprobe.yml" in one_error_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    "command", ["scan-checkpoint", "scan-batch", "isolate", "remedy", "diff-checkpoints", "explain"]
-)
+@pytest.mark.parametrize("command", ["scan-batch", "isolate", "remedy", "explain"])
 def test_what_is_not_built_yet_is_not_offered(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "path", "--whatever"]) == 2
     out, err = capsys.readouterr()

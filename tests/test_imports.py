@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nanprobe"
 ROWS: dict[str, int] = {
     "errors": 0,
     "records": 0,
+    "scan_records": 0,
     "formats": 0,
     "catalogue": 0,
     "nearest": 0,
@@ -34,9 +35,11 @@ ROWS: dict[str, int] = {
     "integrations": 4,
     "lanes": 4,
     "diagnose": 5,
+    "scan": 5,
     "pipeline": 6,
     "render": 6,
     "report": 7,
+    "scanning": 7,
     "api": 7,
     "cli": 7,
     "_console": 7,
@@ -50,9 +53,13 @@ INTERFACE = "__init__"
 SAME_ROW = {
     ("inputs", "checkpoints"),
     ("exit_codes", "records"),
+    ("exit_codes", "scan_records"),
+    ("scan_records", "records"),
     ("api", "report"),
+    ("scanning", "report"),
     ("__main__", "cli"),
     ("cli", "_console"),
+    ("cli", "scanning"),
     ("__main__", "_console"),
     ("integrations", "capture"),
 }
@@ -65,10 +72,15 @@ RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 """Files that hold the records a room hands on; they may be imported where the rest of the room is not wanted."""
 
 TORCH_FREE = {
-    "errors", "records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes", "version",
-    "config", "serialize", "render", "report", "cli", "_console", "__main__", INTERFACE,
+    "errors", "records", "scan_records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes",
+    "version", "config", "serialize", "scan", "render", "report", "scanning", "cli", "_console", "__main__", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
+
+TORCH_FREE_FILES = {
+    f"nanprobe.numerics.{name}" for name in ("crc", "native", "stored", "stored_kernels", "stored_tables")
+}
+"""Files that need no torch in a room that otherwise does, for the rooms that work without it."""
 
 LAZY_TORCH = {"checkpoints"}
 """Rooms that may import torch inside functions only."""
@@ -175,7 +187,10 @@ def torch_errors(imports: list[Import]) -> list[str]:
             wrong.append(f"{found}: this room promises to work without it")
         if found.room in LAZY_TORCH and package in HEAVY and found.at_import:
             wrong.append(f"{found}: only inside a function")
-        target = found.target_room
+        target = found.target_room if found.target not in TORCH_FREE_FILES else None
+        file = found.file.removesuffix(".py").replace("/", ".")
+        if file in TORCH_FREE_FILES and package in HEAVY:
+            wrong.append(f"{found}: this file promises to work without it")
         if found.room in TORCH_FREE and target in needs_torch and (found.at_import or found.room not in LAZY_DOOR):
             wrong.append(f"{found}: that room imports torch")
     return wrong

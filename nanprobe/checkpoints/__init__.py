@@ -8,7 +8,7 @@ window of a file into the same records.
 from __future__ import annotations
 
 from nanprobe.checkpoints.digest import content_digest
-from nanprobe.checkpoints.index import index_checkpoint
+from nanprobe.checkpoints.index import index_checkpoint, index_weights
 from nanprobe.checkpoints.locate import Located, locate
 from nanprobe.checkpoints.records import (
     CheckpointFile,
@@ -17,6 +17,8 @@ from nanprobe.checkpoints.records import (
     Extent,
     Piece,
     Problem,
+    Scalar,
+    Skipped,
     Storage,
     TensorEntry,
 )
@@ -30,10 +32,13 @@ __all__ = [
     "Located",
     "Piece",
     "Problem",
+    "Scalar",
+    "Skipped",
     "Storage",
     "TensorEntry",
     "content_digest",
     "index_checkpoint",
+    "index_weights",
     "locate",
     "read_storage",
     "stream_extent",

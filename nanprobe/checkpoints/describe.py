@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanprobe.checkpoints.dtypes import BITS, nbytes
-from nanprobe.checkpoints.inert import StorageRef, TensorValue
-from nanprobe.checkpoints.records import Damage, FileIndex, Piece, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.inert import Span, StorageRef, TensorValue
+from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.unsafe import dangerous
 from nanprobe.checkpoints.walk import Found, walk
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["MAX_LISTED", "describe_tree", "limit_problems"]
+__all__ = ["MAX_LISTED", "describe_tree", "limit_problems", "unsafe_problems"]
 
 MAX_LISTED = 20
 """Problems of one rule that are listed for one file; the rest are counted."""
@@ -25,18 +25,25 @@ def describe_tree(
     tree: Any,
     foreign: Iterable[str],
     storage_of: Callable[[StorageRef], Storage],
+    place: Callable[[Span], Extent],
 ) -> FileIndex:
     """Return the index of a file whose object tree is ``tree``.
 
-    ``storage_of`` gives the storage behind a reference and raises Damage when its bytes are not there.
+    ``storage_of`` gives the storage behind a reference and raises Damage when its bytes are not there; ``place`` says
+    where a long string of the pickle lies.
     """
     walked = walk(tree)
+    arrays = _Arrays(window, place)
+
+    def find(reference: StorageRef) -> Storage:
+        return storage_of(reference) if reference.raw is None else arrays.storage(reference)
+
     storages: dict[str, Storage] = {}
     failures: dict[str, Problem] = {}
     problems: list[Problem] = []
     tensors: list[TensorEntry] = []
     for found in walked.tensors:
-        entry, problem = _entry(window, found, storage_of, storages, failures)
+        entry, problem = _entry(window, found, find, storages, failures)
         tensors.append(entry)
         if problem is not None:
             problems.append(problem)
@@ -51,7 +58,7 @@ def describe_tree(
             )
         )
     names = tuple(foreign)
-    problems.extend(_unsafe(window.path, names))
+    problems.extend(unsafe_problems(window.path, names))
     return FileIndex(
         kind=kind,
         file=window.path,
@@ -87,7 +94,9 @@ def _entry(
     )
     reference = value.storage
     if reference is None:
-        return replace(entry, unreadable="it was saved without data (a meta tensor)"), None
+        meta = value.layout == "meta"
+        reason = "it was saved without data (a meta tensor)" if meta else "its storage is of a kind that is not read"
+        return replace(entry, unreadable=reason), None
     problem = failures.get(reference.key)
     storage = None
     if problem is None:
@@ -113,6 +122,56 @@ def _entry(
     return replace(entry, pieces=(piece,)), None
 
 
+class _Arrays:
+    """Storages of numpy arrays whose bytes stand in the pickle; bytes shared by arrays are decoded once."""
+
+    def __init__(self, window: Window, place: Callable[[Span], Extent]) -> None:
+        self.window = window
+        self.place = place
+        self.extents: dict[int, Extent] = {}
+
+    def storage(self, reference: StorageRef) -> Storage:
+        """Return the storage of one array; Damage when its bytes are not as many as its shape needs."""
+        declared = nbytes(reference.numel, reference.dtype)
+        extent = self._extent(reference.raw, declared)
+        if extent.size != declared:
+            raise self.window.damage(
+                "corrupt-file", f"its shape needs {declared:,} bytes, its pickle holds {extent.size:,}"
+            )
+        return Storage(
+            id=f"{self.window.path}@{self.window.base}:{reference.key}",
+            dtype=reference.dtype,
+            size=declared,
+            extents=(extent,) if declared else (),
+            byteorder=reference.byteorder,
+        )
+
+    def _extent(self, raw: bytes | str | Span, declared: int) -> Extent:
+        known = self.extents.get(id(raw))
+        if known is None:
+            known = self.extents[id(raw)] = self._new_extent(raw)
+        # Text of one character for each byte has more bytes than characters, so its size is taken on trust until read.
+        return replace(known, size=declared) if known.encoding == "latin1" else known
+
+    def _new_extent(self, raw: bytes | str | Span) -> Extent:
+        if isinstance(raw, Span):
+            extent = self.place(raw)
+            return replace(extent, encoding="latin1") if raw.text and extent.data is None else extent
+        if isinstance(raw, str):
+            try:
+                raw = raw.encode("latin-1")
+            except UnicodeEncodeError:
+                raise self.window.damage("corrupt-file", "its bytes are no text of single-byte characters") from None
+        return Extent(
+            file=self.window.path,
+            offset=self.window.base,
+            length=len(raw),
+            size=len(raw),
+            encoding="inline",
+            data=raw,
+        )
+
+
 def _view_problem(window: Window, value: TensorValue, storage: Storage) -> Problem | None:
     if value.dtype is None or value.dtype not in BITS:
         return Problem(
@@ -136,7 +195,8 @@ def _view_problem(window: Window, value: TensorValue, storage: Storage) -> Probl
     return None
 
 
-def _unsafe(file: str, names: tuple[str, ...]) -> list[Problem]:
+def unsafe_problems(file: str, names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each of the names that means running code or touching files."""
     return [
         Problem(
             rule="unsafe-pickle",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from nanprobe.checkpoints.index import index_checkpoint
+from nanprobe.checkpoints.index import index_weights
 from nanprobe.checkpoints.locate import look
 from nanprobe.errors import UsageError
 
@@ -34,7 +34,7 @@ def content_digest(path: str | os.PathLike[str]) -> str:
 def _files_of(path: str) -> list[str]:
     """Return the files of a checkpoint; of a folder that holds none (a bundle) its regular files."""
     try:
-        return [file.path for file in index_checkpoint(path).files]
+        return [file.path for file in index_weights(path).files]
     except UsageError:
         if not os.path.isdir(path):
             raise

@@ -65,7 +65,8 @@ class Span:
 class StorageRef:
     """A storage that the file refers to by ``key``: element type and count as declared.
 
-    ``view`` is (offset, count) in elements when only a part of the keyed storage is meant.
+    ``view`` is (offset, count) in elements when only a part of the keyed storage is meant. ``raw`` are the bytes of a
+    numpy array that stand in the pickle itself: bytes, text of one character for each, or the span that holds them.
     """
 
     key: str
@@ -73,6 +74,8 @@ class StorageRef:
     numel: int
     location: str = "cpu"
     view: tuple[int, int] | None = None
+    raw: Any = None
+    byteorder: str = "little"
 
 
 @dataclass(slots=True, eq=False)

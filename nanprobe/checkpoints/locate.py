@@ -147,11 +147,9 @@ def _is_companion(name: str) -> bool:
 
 
 def _refuse_training_folder(folder: str, names: list[str]) -> None:
-    """Name the kinds of folders that need a reader of their own and have none yet."""
-    if ".metadata" in names:
-        kind, hint = "a torch.distributed checkpoint", "torch.distributed.checkpoint.format_utils converts it"
-    elif any(name.endswith("_optim_states.pt") for name in names):
-        kind, hint = "a DeepSpeed checkpoint", "its zero_to_fp32.py converts it"
-    else:
-        return
-    raise UsageError(f"folder {folder} holds {kind}, which is not read yet: {hint} to a file that is")
+    """Name the kind of folder from which no model is loaded, since its weights lie in pieces of flat buffers."""
+    if any(name.endswith("_optim_states.pt") for name in names):
+        raise UsageError(
+            f"folder {folder} holds a DeepSpeed checkpoint, from which no model is loaded: "
+            "its zero_to_fp32.py converts it to a file that one is"
+        )

@@ -24,9 +24,16 @@ __all__ = ["DEFAULT_LIMITS", "Limits", "Loaded", "PickleDamage", "load_pickle"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one pickle may use: operations; bytes of a kept string, a line, an integer; open marks; items copied."""
+    """What one pickle may use: operations; bytes of a kept string, a line, an integer; open marks; items copied.
 
-    operations: int = 10_000_000
+    Its objects may take ``memory`` bytes, and no more than ``base_memory`` and ``ratio`` times its own size: what a
+    trainer writes takes some 10 times its size, and a pickle of ten megabytes made to do harm asks for a hundred times.
+    """
+
+    operations: int = 30_000_000
+    memory: int = 1 << 30
+    base_memory: int = 48 << 20
+    ratio: int = 24
     string: int = 1 << 16
     line: int = 1 << 16
     integer: int = 1 << 10
@@ -35,7 +42,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-"""Ten million operations hold some 250,000 tensors; a checkpoint of 50,000 tensors takes two million."""
+"""Thirty million operations hold some 700,000 tensors; a checkpoint of 50,000 tensors takes two million."""
 
 
 class PickleDamage(Exception):
@@ -101,6 +108,8 @@ class _Machine:
         self.builders = builders
         self.limits = limits
         self.copied = 0
+        size = max(source.end - source.base, 0)
+        self.memory = min(limits.memory, limits.base_memory + limits.ratio * size)
 
     @property
     def at(self) -> int:
@@ -109,12 +118,31 @@ class _Machine:
 
     def run(self) -> Loaded:
         """Go through the operations up to STOP."""
-        table = _TABLE
+        table, memo = _TABLE, self.memo
         for _ in range(self.limits.operations):
-            if self.pos + 16 > len(self.data):
+            pos = self.pos
+            if pos + 16 > len(self.data):
                 self._refill(16)
-            code = self.data[self.pos]
-            self.pos += 1
+                pos = self.pos
+            data = self.data
+            code = data[pos]
+            # The commonest operations by far are done here and not by a call: recalling and remembering.
+            if code == _BINGET:
+                self.pos = pos + 2
+                self.recall(data[pos + 1])
+                continue
+            if code in (_BINPUT, _MEMOIZE):
+                self.memory -= _MEMO
+                if self.memory < 0:
+                    self.charge(0)
+                if code == _MEMOIZE:
+                    self.pos = pos + 1
+                    memo[len(memo)] = self.stack[-1]
+                else:
+                    self.pos = pos + 2
+                    memo[data[pos + 1]] = self.stack[-1]
+                continue
+            self.pos = pos + 1
             if code == _STOP:
                 return Loaded(self.stack.pop(), self.at, self.foreign)
             action = table.get(code)
@@ -122,6 +150,12 @@ class _Machine:
                 raise PickleDamage(f"byte {self.at - 1:,} of its pickle is no known operation (0x{code:02x})")
             action(self)
         raise PickleDamage(f"its pickle has more than {self.limits.operations:,} operations, which is the limit")
+
+    def charge(self, size: int) -> None:
+        """Account for an object of about ``size`` bytes (CPython 3.11, 64 bits); PickleDamage beyond the limit."""
+        self.memory -= size
+        if self.memory < 0:
+            raise PickleDamage("its pickle describes objects that need far more memory than a checkpoint's do")
 
     # Bytes
 
@@ -174,12 +208,14 @@ class _Machine:
                 raise PickleDamage(
                     f"its pickle claims a string of {length:,} bytes where {left:,} are left", truncated=True
                 )
+            self.charge(_OBJECT)
             self.stack.append(Span(self.at, length, text))
             self.pos += length
             if self.pos > len(self.data):
                 self._refill(16)
             return
         part = self.take(length)
+        self.charge(60 + length)
         if python2:
             self.stack.append(_text_or_bytes(part))
         else:
@@ -199,6 +235,7 @@ class _Machine:
         """Put the top of the stack into the memo."""
         if index < 0:
             raise PickleDamage("its pickle has a negative memo index")
+        self.charge(_MEMO)
         self.memo[index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
@@ -214,11 +251,14 @@ class _Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             module, name = "?", "?"
         found = Global(_PYTHON2_MODULES.get(module, module), name)
-        self.foreign[found.dotted] = None
+        dotted = found.dotted
+        self.charge(_OBJECT + 2 * len(dotted) + (0 if dotted in self.foreign else 2 * _OBJECT))
+        self.foreign[dotted] = None
         return found
 
     def call(self, callee: Any, args: Any) -> Any:
         """Return the record of a call."""
+        self.charge(_CALL)
         if isinstance(callee, Global) and isinstance(args, tuple):
             name = callee.dotted
             builder = self.builders.get(name)
@@ -231,6 +271,8 @@ class _Machine:
             if name == "builtins.getattr" and len(args) == 2 and isinstance(args[0], Global):
                 if isinstance(args[1], str) and len(args[0].name) + len(args[1]) <= self.limits.line:
                     return self.find(args[0].module, f"{args[0].name}.{args[1]}")
+            elif name == "builtins.getattr" and len(args) >= 2 and isinstance(args[1], str):
+                self.find("?", args[1])
             elif name in ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__") and args:
                 return Foreign(args[0], args[1:])
         return Foreign(callee, args)
@@ -240,6 +282,7 @@ class _Machine:
         for given in args:
             if isinstance(given, (dict, list, tuple)):
                 self.copied += len(given)
+                self.charge(_ITEM * len(given))
                 if self.copied > self.limits.copies:
                     raise PickleDamage("its pickle copies more items than the limit allows")
                 pairs = given.items() if isinstance(given, dict) else given
@@ -262,6 +305,7 @@ class _Machine:
             raise PickleDamage(f"its pickle sets an item of a {type(target).__name__}")
         for index in range(0, len(items), 2):
             pairs[_key(items[index])] = items[index + 1]
+        self.charge(_ITEM * (len(items) // 2))
 
     def extend(self, target: Any, items: list[Any]) -> None:
         """Append ``items`` to ``target``."""
@@ -303,11 +347,14 @@ def _key(value: Any) -> Any:
     return Foreign(Global("builtins", kind.__name__), (value,))
 
 
+_LIST, _DICT, _TUPLE, _ITEM, _MEMO, _OBJECT, _CALL = 96, 240, 64, 60, 110, 120, 220
+"""Bytes that are charged for a container, an item of a dictionary, an entry of the memo, a stand-in, a call."""
+
 _MAPPINGS = frozenset({"collections.OrderedDict", "collections.Counter", "collections.defaultdict", "builtins.dict"})
 
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
-_STOP = ord(".")
+_STOP, _BINGET, _BINPUT, _MEMOIZE = ord("."), ord("h"), ord("q"), 0x94
 
 
 def _unsupported(what: str) -> Callable[[_Machine], None]:
@@ -322,7 +369,13 @@ def _push(value: Any) -> Callable[[_Machine], None]:
 
 
 def _push_new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(make())
+    size = _DICT if make is dict else _LIST
+
+    def action(machine: _Machine) -> None:
+        machine.charge(size)
+        machine.stack.append(make())
+
+    return action
 
 
 def _push_number(form: str) -> Callable[[_Machine], None]:
@@ -392,6 +445,7 @@ def _tuple(length: int) -> Callable[[_Machine], None]:
         stack = machine.stack
         if len(stack) < length:
             raise IndexError
+        machine.charge(_TUPLE)
         items = tuple(stack[-length:])
         del stack[-length:]
         stack.append(items)
@@ -401,16 +455,19 @@ def _tuple(length: int) -> Callable[[_Machine], None]:
 
 def _tuple_of_marked(machine: _Machine) -> None:
     items = tuple(machine.pop_mark())
+    machine.charge(_TUPLE + 8 * len(items))
     machine.stack.append(items)
 
 
 def _list_of_marked(machine: _Machine) -> None:
     items = machine.pop_mark()
+    machine.charge(_LIST + 8 * len(items))
     machine.stack.append(items)
 
 
 def _dict_of_marked(machine: _Machine) -> None:
     items = machine.pop_mark()
+    machine.charge(_DICT)
     made: dict[Any, Any] = {}
     machine.store(made, items)
     machine.stack.append(made)
@@ -456,6 +513,7 @@ def _reduce(machine: _Machine) -> None:
 def _new_object_with_keywords(machine: _Machine) -> None:
     keywords = machine.stack.pop()
     args = machine.stack.pop()
+    machine.charge(_CALL)
     machine.stack.append(Foreign(machine.stack.pop(), args, keywords))
 
 

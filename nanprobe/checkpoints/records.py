@@ -18,8 +18,11 @@ __all__ = [
     "Damage",
     "Extent",
     "FileIndex",
+    "NoCheckpoint",
     "Piece",
     "Problem",
+    "Scalar",
+    "Skipped",
     "Storage",
     "TensorEntry",
 ]
@@ -51,12 +54,18 @@ class Damage(Exception):
         self.problem = problem
 
 
+class NoCheckpoint(Damage):
+    """The file is sound, or may be, but it is something else than a checkpoint: an archive of other things."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """A run of bytes in a file: ``length`` bytes from ``offset``, which decode to ``size`` bytes.
 
-    ``encoding`` is "stored" (then size equals length) or "deflated" (raw DEFLATE, RFC 1951). ``crc32`` is of the
-    decoded bytes, None where the file has none.
+    ``encoding`` is "stored" (then size equals length), "deflated" (raw DEFLATE, RFC 1951), "latin1" (UTF-8 text whose
+    characters are the bytes, as old pickle protocols write them) or "inline" (``data`` holds the bytes, nothing is read
+    from the file). ``stream_extent`` decodes all of them. ``crc32`` is of the decoded bytes, None where the file has
+    none.
     """
 
     file: str
@@ -65,13 +74,15 @@ class Extent:
     size: int
     encoding: str = "stored"
     crc32: int | None = None
+    data: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """A block of element bytes: the decoded extents, one after the other, ``size`` bytes in all.
 
-    ``id`` is unique in a checkpoint. ``dtype`` is the declared element type ("uint8" when untyped).
+    ``id`` is unique in a checkpoint. ``dtype`` is the declared element type ("uint8" when untyped); of a block format
+    ("q4_0") it is that format's name, and ``size`` counts the bytes of whole blocks (see ``dtypes.BLOCKS``).
     """
 
     id: str
@@ -100,11 +111,24 @@ class Piece:
 class TensorEntry:
     """One tensor of a checkpoint under one name.
 
-    ``name`` joins ``path``, the keys from the file's root, with dots. ``dtype`` is PyTorch's name where it has one.
-    ``layout`` is "strided", "quantized" (integers that a scale belongs to) or "meta" (no data). ``conjugate`` and
+    ``name`` is what a report calls it: the parameter's own name where the checkpoint lets it be known (``fc.weight``
+    for ``model.fc.weight``, ``fc.weight.exp_avg`` for ``optimizer.state.0.exp_avg``), else the keys of ``path``, from
+    the file's root, joined with dots. ``key`` is the joined path where it differs from ``name``, else None. ``of`` is
+    the name of the parameter that a state or a copy (EMA) belongs to, None where it is not known.
+
+    ``dtype`` is PyTorch's name where it has one, else that of the format ("q4_0"). ``layout`` is "strided",
+    "quantized" (integers that a scale belongs to), "blocks" (a block format of GGUF, see ``blocks.decode_blocks``),
+    "placeholder" (of no elements on purpose: the values lie elsewhere) or "meta" (no data). ``conjugate`` and
     ``negate`` say that the values are the conjugates or the negatives of the bytes (PyTorch saves such lazy views as
-    they are). ``persistent`` is false for a buffer that its module would not save. ``unreadable`` says why the bytes
-    cannot be read, None when they can. ``role`` is decided later, from the names ("weight", "exp_avg").
+    they are). ``persistent`` is false for a buffer that its module would not save.
+
+    ``role`` is set where the format or the place in the tree decides it: "weight" (a master copy), the state's name
+    ("exp_avg", "step") for optimizer state, "optimizer" (other tensors of an optimizer), "ema", "loss-scale",
+    "scaler", "rng", "callback", "scheduler"; None leaves the decision to whoever looks at the names. ``rank`` is that
+    of the process that wrote it, where every process writes its own.
+
+    ``pieces`` may lie in several files; ``file`` is that of the first. ``missing`` counts the elements that no piece
+    covers since a shard is not there: the pieces that are can be read. ``unreadable`` says why none can, else None.
     """
 
     name: str
@@ -121,11 +145,51 @@ class TensorEntry:
     persistent: bool = True
     unreadable: str | None = None
     role: str | None = None
+    key: str | None = None
+    of: str | None = None
+    rank: int | None = None
+    missing: int = 0
 
     @property
     def elements(self) -> int:
         """Number of logical elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A plain number, truth value or text of a checkpoint that says something about the training's state.
+
+    ``name`` joins ``path`` with dots; ``file`` holds it. ``role`` is one of
+
+    - "loss-scale": the current loss scale; "scaler": the other fields of a loss scaler (growth tracker, factors);
+    - "lr": a learning rate of a parameter group; "param-group": the group's other numbers (eps, weight_decay);
+    - "scheduler": fields of a learning rate scheduler;
+    - "step", "epoch": counters of the run;
+    - "optimizer-step": the step counter of one parameter, stored as a plain number (``of`` names the parameter);
+    - "log": an entry of the training log (loss, grad_norm, learning_rate), with ``step``;
+    - "config": fields of the model's configuration (tie_word_embeddings, torch_dtype);
+    - "training-args": arguments of the run (fp16, bf16); "callback": states of callbacks (a best score);
+    - "rng", "other".
+
+    ``value`` is what the file says; floats may be NaN or infinite. ``step`` is the run's step that it belongs to.
+    """
+
+    name: str
+    path: tuple[Any, ...]
+    file: str
+    value: bool | int | float | str
+    role: str
+    step: int | None = None
+    of: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A file of the checkpoint's folder that was not scanned, and why, as a phrase ("a tokenizer file")."""
+
+    file: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +225,10 @@ class CheckpointFile:
 class CheckpointIndex:
     """A checkpoint without its data: every tensor, every storage, every problem, over all files.
 
-    ``trees`` and ``metadata`` are by file path. ``others`` names files of the same folder that were left aside.
+    ``kind`` is that of the whole ("dcp", "deepspeed", "sharded", "torch-zip"), each file has its own. ``trees`` and
+    ``metadata`` are by file path. ``others`` names files of the same folder that were left aside. ``skipped`` are the
+    files that hold no tensors or cannot be scanned, with the reason. ``scalars`` are the plain values that rules look
+    at.
     """
 
     path: str
@@ -174,3 +241,5 @@ class CheckpointIndex:
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    scalars: tuple[Scalar, ...] = ()

@@ -6,36 +6,24 @@ short by so many bytes, zeroed, overlapping, of an unknown type. Format: the REA
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
 
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import SAFETENSORS, nbytes
+from nanprobe.checkpoints.json_text import DuplicateKey, TooLarge, parse_json
 from nanprobe.checkpoints.records import Extent, FileIndex, Piece, Problem, Storage, TensorEntry
+from nanprobe.checkpoints.strides import contiguous_strides, impossible
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["MAX_HEADER", "contiguous_strides", "index_safetensors", "strict_pairs"]
+__all__ = ["MAX_HEADER", "index_safetensors"]
+
+MAX_TENSORS = 250_000
+"""Tensors in one file beyond which it is no model's; the largest mixtures of experts have some 50,000."""
 
 MAX_HEADER = 100_000_000
 """Largest header in bytes, the format's own limit."""
-
-
-class _DuplicateKey(ValueError):
-    """A JSON object names a key twice."""
-
-
-def strict_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and refuse one that names a key twice (for ``object_pairs_hook``)."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKey(f"it names {key[:200]!r} twice")
-            seen.add(key)
-    return made
 
 
 def index_safetensors(window: Window) -> FileIndex:
@@ -82,11 +70,15 @@ def _header(window: Window) -> tuple[dict[str, Any], int]:
         raise window.damage(
             "truncated-file", f"its header claims {length:,} bytes, but the file has {window.size:,}: it was cut short"
         )
+    text = window.read(8, length)
+    # Each tensor has one brace, and so the number is known before the text is taken apart.
+    if text.count(b"{") > MAX_TENSORS + 2:
+        raise window.damage("not-scanned", f"its header names more than {MAX_TENSORS:,} tensors", "warning")
     try:
-        header = json.loads(window.read(8, length).decode("utf-8"), object_pairs_hook=strict_pairs)
-    except _DuplicateKey as error:
+        header = parse_json(text, strict=True)
+    except (DuplicateKey, TooLarge) as error:
         raise window.damage("corrupt-file", f"its header is damaged: {error}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise window.damage("corrupt-file", "its header is no JSON text: the file was overwritten or damaged") from None
     if not isinstance(header, dict):
         raise window.damage("corrupt-file", "its header is no JSON object")
@@ -127,19 +119,11 @@ def _fault(
     if claimed != expected:
         message = f"its shape {list(shape)} in {code} takes {expected:,} bytes, but the header gives it {claimed:,}"
         return "corrupt-file", "error", message
+    if impossible(shape):
+        return "corrupt-file", "error", f"its shape {list(shape)} is impossible"
     if span[1] > available:
         return "truncated-file", "error", f"its data ends {span[1] - available:,} bytes after the end of the file"
     return None
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major tensor of ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _is_count(value: Any) -> bool:

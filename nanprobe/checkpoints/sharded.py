@@ -6,22 +6,25 @@ what the index says and what the shards hold are compared in both directions.
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanprobe.checkpoints.describe import limit_problems
 from nanprobe.checkpoints.dtypes import BITS, nbytes
+from nanprobe.checkpoints.json_text import parse_json
 from nanprobe.checkpoints.locate import SHARD_NAME
+from nanprobe.checkpoints.paths import inside
 from nanprobe.checkpoints.records import Damage, FileIndex, Problem
-from nanprobe.checkpoints.safetensors_file import strict_pairs
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["ShardIndex", "compare_index", "inside", "read_shard_index", "read_shards"]
+__all__ = ["ShardIndex", "compare_index", "read_shard_index", "read_shards"]
 
 _MAX_INDEX = 100_000_000
+_MAX_NAMES = 2_000_000
+_MAX_SHARDS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +38,20 @@ class ShardIndex:
     problems: tuple[Problem, ...]
 
 
-def inside(name: str) -> bool:
-    """Return whether a relative file name stays under the folder it is relative to, on any system."""
-    if not name or "\0" in name or "\\" in name or ":" in name or name.startswith("/"):
-        return False
-    return all(part not in ("", ".", "..") for part in name.split("/"))
-
-
 def read_shard_index(path: str) -> ShardIndex:
     """Return the index in ``path``; Damage when it is no index."""
     with Window(path) as window:
         if window.size > _MAX_INDEX:
             raise window.damage("corrupt-file", f"an index of {window.size:,} bytes is not read")
         try:
-            data = json.loads(window.read(0, window.size).decode("utf-8"), object_pairs_hook=strict_pairs)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(window.read(0, window.size), strict=True)
+        except ValueError as error:
             raise window.damage("corrupt-file", f"the shard index is no JSON text: {str(error)[:200]}") from None
         weight_map = data.get("weight_map") if isinstance(data, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise window.damage("corrupt-file", "the shard index has no weight_map from tensor names to file names")
+        if len(weight_map) > _MAX_NAMES or len(set(weight_map.values())) > _MAX_SHARDS:
+            raise window.damage("corrupt-file", f"the weight_map names more than {_MAX_SHARDS:,} files")
         if not weight_map:
             raise window.damage("corrupt-file", "the weight_map of the shard index is empty")
     problems: list[Problem] = []
@@ -110,10 +108,11 @@ def read_shards(index: ShardIndex, read: Callable[[str], FileIndex]) -> tuple[li
     folder = os.path.dirname(index.file)
     found: list[FileIndex] = []
     problems: list[Problem] = []
+    counts = Counter(index.weight_map.values())
     for name in index.shards:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
-            wanted = sum(1 for shard in index.weight_map.values() if shard == name)
+            wanted = counts[name]
             problems.append(
                 Problem(
                     rule="missing-shard",

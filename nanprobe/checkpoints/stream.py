@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nanprobe.checkpoints.records import Damage, Extent, Problem, Storage
 from nanprobe.checkpoints.window import Window
@@ -21,8 +22,12 @@ def stream_extent(extent: Extent, chunk: int = CHUNK, *, check: bool = True) -> 
     """
     crc = 0
     check = check and extent.crc32 is not None
+    if extent.data is not None:
+        for position in range(0, len(extent.data), chunk):
+            yield extent.data[position : position + chunk]
+        return
     with Window(extent.file, extent.offset, extent.length) as window:
-        parts = _stored(window, extent, chunk) if extent.encoding == "stored" else _inflated(window, extent, chunk)
+        parts = _DECODERS[extent.encoding](window, extent, chunk)
         for part in parts:
             if check:
                 crc = zlib.crc32(part, crc)
@@ -68,6 +73,30 @@ def _inflated(window: Window, extent: Extent, chunk: int) -> Iterator[bytes]:
         left -= len(part)
         if part:
             yield part
+
+
+def _latin1(window: Window, extent: Extent, chunk: int) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    left = extent.size
+    try:
+        for position in range(0, extent.length, chunk):
+            length = min(chunk, extent.length - position)
+            last = position + length == extent.length
+            part = decoder.decode(window.read(position, length), final=last).encode("latin-1")[:left]
+            left -= len(part)
+            if part:
+                yield part
+    except UnicodeError:
+        raise _damage(extent, "corrupt-file", "it is no text of single-byte characters") from None
+    if left:
+        raise _damage(extent, "corrupt-file", f"it decodes to {left:,} bytes less than declared")
+
+
+_DECODERS: dict[str, Callable[[Window, Extent, int], Iterator[bytes]]] = {
+    "stored": _stored,
+    "deflated": _inflated,
+    "latin1": _latin1,
+}
 
 
 def _damage(extent: Extent, rule: str, message: str) -> Damage:

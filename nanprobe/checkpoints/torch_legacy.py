@@ -10,14 +10,14 @@ from typing import Any
 
 from nanprobe.checkpoints.describe import describe_tree
 from nanprobe.checkpoints.dtypes import nbytes
-from nanprobe.checkpoints.inert import StorageRef
+from nanprobe.checkpoints.inert import Span, StorageRef
 from nanprobe.checkpoints.pickle_machine import Limits, Loaded, PickleDamage, load_pickle
 from nanprobe.checkpoints.pickle_source import PickleSource
 from nanprobe.checkpoints.records import Damage, Extent, FileIndex, Storage
 from nanprobe.checkpoints.torch_objects import BUILDERS, persistent_value
 from nanprobe.checkpoints.window import Window
 
-__all__ = ["index_torch_legacy", "is_torch_legacy"]
+__all__ = ["index_torch_legacy", "is_torch_legacy", "legacy_storages"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -32,6 +32,33 @@ def is_torch_legacy(head: bytes) -> bool:
 
 def index_torch_legacy(window: Window) -> FileIndex:
     """Return what the file holds; Damage when its objects cannot be read."""
+    objects, storages, failure, foreign = _read(window)
+
+    def storage_of(reference: StorageRef) -> Storage:
+        storage = storages.get(reference.key)
+        if storage is None:
+            raise failure or window.damage("corrupt-file", "its storage is not among those of the file")
+        return storage
+
+    def place(span: Span) -> Extent:
+        return Extent(file=window.path, offset=window.base + span.offset, length=span.length, size=span.length)
+
+    return describe_tree(window, "torch-legacy", objects, foreign, storage_of, place)
+
+
+def legacy_storages(window: Window) -> tuple[StorageRef, dict[str, Storage], dict[str, None]]:
+    """Return the one storage that a file of a single storage holds, all by key, and the names in its pickles.
+
+    Damage when the file holds something else.
+    """
+    objects, storages, failure, foreign = _read(window)
+    if not isinstance(objects, StorageRef):
+        raise failure or window.damage("corrupt-file", "it holds no storage")
+    return objects, storages, foreign
+
+
+def _read(window: Window) -> tuple[Any, dict[str, Storage], Damage | None, dict[str, None]]:
+    """Return the objects, the storages by key, what is wrong with those that are missing, and the names."""
     references: dict[str, StorageRef] = {}
 
     def persistent(identifier: Any) -> Any:
@@ -40,24 +67,22 @@ def index_torch_legacy(window: Window) -> FileIndex:
             references.setdefault(value.key, value)
         return value
 
+    foreign: dict[str, None] = {}
     position = 0
     for _ in range(2):
-        position = _pickle(window, position).end
+        start = _pickle(window, position)
+        foreign.update(start.foreign)
+        position = start.end
     system = _pickle(window, position)
     objects = _pickle(window, system.end, persistent)
     keys = _pickle(window, objects.end)
+    for loaded in (system, objects, keys):
+        foreign.update(loaded.foreign)
     if not isinstance(keys.value, list) or not all(isinstance(key, str) for key in keys.value):
         raise window.damage("corrupt-file", "its list of storages is damaged")
     little = not isinstance(system.value, dict) or system.value.get("little_endian") is not False
     storages, failure = _locate_storages(window, keys.value, keys.end, references, "little" if little else "big")
-
-    def storage_of(reference: StorageRef) -> Storage:
-        storage = storages.get(reference.key)
-        if storage is None:
-            raise failure or window.damage("corrupt-file", "its storage is not among those of the file")
-        return storage
-
-    return describe_tree(window, "torch-legacy", objects.value, {**objects.foreign, **keys.foreign}, storage_of)
+    return objects.value, storages, failure, foreign
 
 
 def _pickle(window: Window, position: int, persistent: Any = None) -> Loaded:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanprobe.checkpoints.dtypes import STORAGE_CLASSES, torch_dtype_name
 from nanprobe.checkpoints.inert import Foreign, Global, StorageRef, TensorValue
+from nanprobe.checkpoints.numpy_values import NUMPY_BUILDERS
 
 __all__ = ["BUILDERS", "persistent_value"]
 
@@ -76,6 +77,8 @@ def _dtype(value: Any) -> str | None:
 
 def _strided(args: tuple[Any, ...]) -> TensorValue:
     storage, offset, shape, strides = args[:4]
+    if isinstance(storage, Foreign):
+        return TensorValue(None, None, 0, _sizes(shape), _sizes(strides))
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
     value = TensorValue(storage.dtype, storage, _count(offset), _sizes(shape), _sizes(strides))
@@ -165,5 +168,6 @@ BUILDERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.tensor._rebuild_from_type": _from_type,
     "torch.Size": _size,
+    **NUMPY_BUILDERS,
 }
 """Builders by the dotted name of the function that the file calls."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanprobe.checkpoints.inert import Foreign, TensorValue
+from nanprobe.checkpoints.numpy_values import array_value, is_array
 
 __all__ = ["Found", "WalkResult", "children", "join_name", "walk"]
 
@@ -18,6 +19,7 @@ MAX_DEPTH = 100
 _MAX_NAME = 4096
 _REVISITS = 10_000
 _MAX_NAMES_LENGTH = 1 << 26
+_MAX_TENSORS = 250_000
 
 
 @dataclass(slots=True)
@@ -58,6 +60,11 @@ def children(node: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
             yield (index,), value, True
+    elif isinstance(node, Foreign) and node.class_name.endswith(".DTensor"):
+        # What a process holds of a distributed tensor goes by the tensor's own name; its mesh is no data.
+        for keys, value, _ in _attributes(node.state):
+            if keys == ("_local_tensor",):
+                yield (), value, True
     elif isinstance(node, Foreign):
         yield from _attributes(node.state)
         if isinstance(node.args, (list, tuple)):
@@ -98,10 +105,15 @@ def walk(root: Any) -> WalkResult:
     active: set[int] = set()
     revisits = 0
     spent = 0
+    arrays: dict[int, TensorValue | None] = {}
     stack: list[tuple[Any, tuple[Any, ...], bool, Iterator[tuple[tuple[Any, ...], Any, bool]]]] = []
 
     def enter(node: Any, path: tuple[Any, ...], persistent: bool) -> None:
         nonlocal revisits, spent
+        if isinstance(node, Foreign) and is_array(node):
+            if id(node) not in arrays:
+                arrays[id(node)] = array_value(node, len(arrays))
+            node = arrays[id(node)]
         if isinstance(node, TensorValue):
             name = join_name(path)
             spent += len(name)
@@ -124,11 +136,14 @@ def walk(root: Any) -> WalkResult:
         stack.append((node, path, persistent, children(node)))
 
     enter(root, (), True)
-    while stack:
+    while stack and len(result.tensors) < _MAX_TENSORS:
         node, path, persistent, rest = stack[-1]
         for keys, child, kept in rest:
             if isinstance(child, (TensorValue, dict, list, tuple, Foreign)):
                 enter(child, path + keys, persistent and kept)
+                if len(result.tensors) >= _MAX_TENSORS:
+                    result.incomplete = f"there are {_MAX_TENSORS:,} or more"
+                    break
                 if stack[-1][0] is not node or stack[-1][3] is not rest:
                     break
         else:

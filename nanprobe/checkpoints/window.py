@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from nanprobe.checkpoints.records import Damage, Problem
 
-__all__ = ["Window"]
+__all__ = ["BytesWindow", "Window"]
 
 
 class Window:
     """``size`` bytes of the file ``path`` from ``base`` on; positions count from the window's first byte."""
 
-    def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
-        """Open the file; OSError when that fails. ``size`` None means up to the end of the file."""
+    def __init__(self, path: str, base: int = 0, size: int | None = None, file: BinaryIO | None = None) -> None:
+        """Open the file, or use ``file``; OSError when that fails. ``size`` None means up to the end of the file."""
         self.path = path
         self.base = base
-        self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close(), the class is the context
-        rest = max(os.fstat(self._file.fileno()).st_size - base, 0)
+        self._owned = file is None
+        self._kept: list[tuple[int, bytes]] = []
+        # Closed by close(): the class itself is the context.
+        self._file: BinaryIO = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115
+        rest = max(_length(self._file) - base, 0)
         self.size = rest if size is None else min(size, rest)
 
     def read(self, position: int, length: int) -> bytes:
@@ -29,6 +33,9 @@ class Window:
                 "truncated-file",
                 f"{length:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
             )
+        for start, kept in self._kept:
+            if start <= position and position + length <= start + len(kept):
+                return kept[position - start : position - start + length]
         parts: list[bytes] = []
         self._file.seek(self.base + position)
         while length:
@@ -39,6 +46,22 @@ class Window:
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def part(self, position: int, size: int) -> Window:
+        """Return a window of ``size`` bytes from ``position`` on the same open file; Damage when it ends before."""
+        if position < 0 or size < 0 or position + size > self.size:
+            raise self.damage(
+                "truncated-file",
+                f"{size:,} bytes are wanted at offset {max(position, 0):,}, but only {self.size:,} bytes are there",
+            )
+        return Window(self.path, self.base + position, size, self._file)
+
+    def prefetch(self, length: int) -> None:
+        """Keep the first and the last ``length`` bytes, so that many small reads there cost one or two."""
+        if self.size <= 2 * length:
+            self._kept = [(0, self.read(0, self.size))]
+        else:
+            self._kept = [(0, self.read(0, length)), (self.size - length, self.read(self.size - length, length))]
+
     def head(self, length: int) -> bytes:
         """Return the first ``length`` bytes, or all of a shorter window."""
         return self.read(0, min(length, self.size))
@@ -48,8 +71,9 @@ class Window:
         return Damage(Problem(rule=rule, severity=severity, message=message, file=self.path))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, unless another window opened it."""
+        if self._owned:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -58,3 +82,15 @@ class Window:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _length(file: BinaryIO) -> int:
+    return len(file.getbuffer()) if isinstance(file, io.BytesIO) else os.fstat(file.fileno()).st_size
+
+
+class BytesWindow(Window):
+    """A window of bytes in memory; ``path`` is the file that they came from. Positions are those in the bytes."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        """Take the bytes as they are."""
+        super().__init__(path, 0, len(data), io.BytesIO(data))

@@ -35,13 +35,19 @@ class Member:
     size: int
     header: int
     encrypted: bool
+    raw_name: bytes
 
 
 def read_directory(window: Window) -> dict[str, Member]:
     """Return the members by name; Damage when the directory is missing, short or inconsistent."""
-    tail_length = min(window.size, 65_535 + _END.size + _LOCATOR.size)
+    tail_length = min(window.size, _END.size + _LOCATOR.size)
     tail = window.read(window.size - tail_length, tail_length)
-    at = tail.rfind(b"PK\5\6")
+    at = tail_length - _END.size
+    if at < 0 or tail[at : at + 4] != b"PK\5\6" or tail[-2:] != b"\0\0":
+        # A comment follows, which is rare: the directory's end is somewhere before it.
+        tail_length = min(window.size, 65_535 + _END.size + _LOCATOR.size)
+        tail = window.read(window.size - tail_length, tail_length)
+        at = tail.rfind(b"PK\5\6")
     if at < 0 or at + _END.size > len(tail):
         raise window.damage(
             "truncated-file",
@@ -74,7 +80,8 @@ def _parse(window: Window, data: bytes, count: int, limit: int) -> dict[str, Mem
         stored, size, name_length, extra_length, comment_length = fields[8:13]
         header = fields[16]
         position += _CENTRAL.size
-        name = data[position : position + name_length].decode("utf-8" if flags & 0x800 else "cp437", "replace")
+        raw_name = data[position : position + name_length]
+        name = raw_name.decode("utf-8" if flags & 0x800 else "cp437", "replace")
         extra = data[position + name_length : position + name_length + extra_length]
         position += name_length + extra_length + comment_length
         if 0xFFFFFFFF in (stored, size, header):
@@ -83,7 +90,7 @@ def _parse(window: Window, data: bytes, count: int, limit: int) -> dict[str, Mem
             raise window.damage("corrupt-file", f"its member {name[:200]!r} reaches beyond the zip directory")
         if name in members:
             raise window.damage("corrupt-file", f"its zip directory lists {name[:200]!r} twice")
-        members[name] = Member(name, method, crc, stored, size, header, bool(flags & 1))
+        members[name] = Member(name, method, crc, stored, size, header, bool(flags & 1), raw_name)
     _refuse_overlap(window, members)
     return members
 
@@ -124,9 +131,17 @@ def resolve(window: Window, member: Member) -> Extent:
             f"its member {member.name[:200]!r} is compressed by method {member.method}; only DEFLATE is read",
             "warning",
         )
-    fields = _LOCAL.unpack(window.read(member.header, _LOCAL.size))
+    length = min(_LOCAL.size + len(member.raw_name), window.size - member.header)
+    header = window.read(member.header, length)
+    if len(header) < _LOCAL.size:
+        raise window.damage("truncated-file", f"its member {member.name[:200]!r} reaches beyond the end of the file")
+    fields = _LOCAL.unpack_from(header)
     if fields[0] != b"PK\3\4" or fields[3] != member.method:
         raise window.damage("corrupt-file", f"the local header of its member {member.name[:200]!r} is damaged")
+    if fields[9] != len(member.raw_name) or header[_LOCAL.size :] != member.raw_name:
+        raise window.damage(
+            "corrupt-file", f"the zip directory calls a member {member.name[:200]!r}, the member calls itself otherwise"
+        )
     offset = member.header + _LOCAL.size + fields[9] + fields[10]
     if offset + member.stored > window.size:
         raise window.damage("truncated-file", f"its member {member.name[:200]!r} reaches beyond the end of the file")

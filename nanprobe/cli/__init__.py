@@ -25,8 +25,8 @@ from nanprobe.version import __version__
 
 __all__ = ["entry_point", "main"]
 
-_BUILT = ("replay", "compare-precisions", "render")
-_NOT_BUILT = ("scan-checkpoint", "scan-batch", "isolate", "remedy", "diff-checkpoints", "explain")
+_BUILT = ("replay", "compare-precisions", "scan-checkpoint", "diff-checkpoints", "render")
+_NOT_BUILT = ("scan-batch", "isolate", "remedy", "explain")
 
 
 def entry_point() -> None:

@@ -159,6 +159,78 @@ def compare_precisions(
     )
 
 
+@app.command(short_help="Look at every tensor of checkpoints.")
+def scan_checkpoint(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints: files, index files or folders.")],
+    cast: options.Cast = "fp16,bf16",
+    tensors: options.Tensors = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    baseline: options.Baseline = None,
+    update_baseline: options.UpdateBaseline = False,
+    config: options.ModelConfig = None,
+    verify_crc: options.VerifyCrc = True,
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Scan checkpoints of any common format: every tensor, optimizer state, damaged files; runs nothing from them.
+
+    Example: nanprobe scan-checkpoint checkpoint-1000/ --cast fp16,fp8-e4m3 -o report.json -o -
+    """
+    from nanprobe.cli.scanning import ScanFlags, run_scan
+
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    return run_scan(
+        ScanFlags(
+            paths=paths,
+            cast=cast,
+            tensors=tensors,
+            include=include or (),
+            exclude=exclude or (),
+            baseline=baseline,
+            update_baseline=update_baseline,
+            config=config,
+            check_crc=verify_crc,
+        ),
+        outputs,
+    )
+
+
+@app.command(short_help="What changed between two checkpoints.")
+def diff_checkpoints(
+    a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint.")],
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    format_name: options.Format = None,
+    json: options.Json = False,
+    output: options.Output = None,
+    fail_on: options.FailOn = "error",
+    color: options.Color = "auto",
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Compare two checkpoints tensor by tensor, worst first, across formats and types; runs nothing from them.
+
+    Example: nanprobe diff-checkpoints checkpoint-1000/ checkpoint-2000/
+    """
+    from nanprobe.cli.scanning import run_diff
+
+    outputs = plan_outputs(
+        format_name=format_name, json=json, output=output, fail_on=fail_on, color=color, quiet=quiet, verbose=verbose
+    )
+    return run_diff(a, b, include or (), exclude or (), outputs)
+
+
 @app.command(short_help="Show a saved report again.")
 def render(
     report: Annotated[str, typer.Argument(metavar="REPORT.json", help="A report that -o report.json wrote.")],

@@ -10,7 +10,9 @@ __all__ = [
     "Attention",
     "AutocastPolicy",
     "Backward",
+    "Baseline",
     "Batch",
+    "Cast",
     "Checkpoint",
     "Color",
     "ConfigFile",
@@ -18,19 +20,25 @@ __all__ = [
     "Device",
     "Dtype",
     "Dtypes",
+    "Exclude",
     "FailOn",
     "Format",
+    "Include",
     "Json",
     "LossScale",
     "Mode",
+    "ModelConfig",
     "NoLocalError",
     "NoTrace",
     "Output",
     "Quiet",
     "Seed",
     "ShowConfig",
+    "Tensors",
     "TrustPickle",
+    "UpdateBaseline",
     "Verbose",
+    "VerifyCrc",
 ]
 
 
@@ -102,6 +110,35 @@ ShowConfig = Annotated[
 ]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Let the batch file run code of its own while it is read.")
+]
+
+Cast = Annotated[
+    str,
+    typer.Option("--cast", metavar="LIST", help="Formats whose cast safety is judged, joined with commas."),
+]
+Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor with its statistics.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="PATTERN", help="Only tensors whose name matches; may be repeated."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="PATTERN", help="No tensors whose name matches; may be repeated."),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option("--baseline", metavar="FILE", help="Findings listed there are known and count for no exit code."),
+]
+UpdateBaseline = Annotated[
+    bool, typer.Option("--update-baseline", help="Write the findings of this scan to the baseline.")
+]
+ModelConfig = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="Compare names and shapes with this config's model."),
+]
+VerifyCrc = Annotated[
+    bool,
+    typer.Option("--verify-crc/--no-verify-crc", help="Compare the checksums of torch.save files.", show_default=False),
 ]
 
 Format = Annotated[

@@ -12,7 +12,7 @@ from nanprobe._console.terminal import Terminal, discard_stdout, read_terminal, 
 from nanprobe.errors import IncompleteError, UsageError
 from nanprobe.exit_codes import FAIL_ON, FOUND, OK, verdict_exit_code
 from nanprobe.nearest import suggestion
-from nanprobe.records import ReplayReport
+from nanprobe.serialize import AnyReport
 
 __all__ = ["Outputs", "plan_outputs", "print_text"]
 
@@ -49,7 +49,7 @@ class Outputs:
         for target, _ in self.files:
             check_target(target, paths)
 
-    def deliver(self, report: ReplayReport) -> int:
+    def deliver(self, report: AnyReport) -> int:
         """Write and print a report; return the exit code that it ends with under ``--fail-on``."""
         from nanprobe.render import render
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanprobe.diagnose.explain import shown
 from nanprobe.formats import by_name
 from nanprobe.lanes.stored import StoredTensor
 from nanprobe.records import Divergence, FirstBad, Remedy
@@ -86,7 +87,7 @@ class StoredFault:
         text = f"{self.message[0].upper()}{self.message[1:]}."
         absmax = self.tensor.stats.absmax
         if self.precision is None and absmax is not None:
-            text += f" Its finite values reach {absmax:.4g}."
+            text += f" Its finite values reach {shown(absmax)}."
         return text
 
     def _remedy(self) -> Remedy:
@@ -136,7 +137,7 @@ def stored_faults(tensors: Iterable[StoredTensor]) -> tuple[StoredFault, ...]:
                     samples=changed.samples,
                     message=(
                         f"casting {_noun(tensor)} to {name} turns {changed.count:,} of {stats.elements:,} elements "
-                        f"into Inf: it reaches {stats.absmax:.4g}, {name} ends at {by_name(name).max:.5g}"
+                        f"into Inf: it reaches {shown(stats.absmax or 0.0)}, {name} ends at {shown(by_name(name).max)}"
                     ),
                 )
             )

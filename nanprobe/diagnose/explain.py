@@ -9,7 +9,12 @@ from nanprobe.formats import NumberFormat
 from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Trace
 from nanprobe.records import FirstBad
 
-__all__ = ["explain_backward", "explain_divergence", "explain_forward"]
+__all__ = ["explain_backward", "explain_divergence", "explain_forward", "shown"]
+
+
+def shown(value: float) -> str:
+    """Return a magnitude as it is read most easily: "262", "65,504", "1.2e+08"."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def explain_forward(first: FirstBad, fmt: NumberFormat | None, reference: str) -> str:
@@ -24,7 +29,7 @@ def explain_forward(first: FirstBad, fmt: NumberFormat | None, reference: str) -
         sentences.append(_over(first, fmt, name))
     elif first.reference_absmax is not None and fmt is not None:
         sentences.append(
-            f"{name} holds at most {first.reference_absmax:.4g} there, well within {fmt.name}'s range: something on "
+            f"{name} holds at most {shown(first.reference_absmax)} there, well within {fmt.name}'s range: something on "
             "the way to it overflows or leaves its domain."
         )
     if first.absorbed_by is not None:
@@ -38,19 +43,23 @@ def _went_in(first: FirstBad) -> str:
         return "Everything before it is finite."
     if first.between is not None:
         who = f"of {first.module}" if first.module else "of the model"
-        return f"The children {who} gave out finite values up to then, at most {first.input_absmax:.4g} in magnitude."
-    return f"Its inputs are finite, at most {first.input_absmax:.4g} in magnitude."
+        return (
+            f"The children {who} gave out finite values up to then, at most {shown(first.input_absmax)} in magnitude."
+        )
+    return f"Its inputs are finite, at most {shown(first.input_absmax)} in magnitude."
 
 
 def _over(first: FirstBad, fmt: NumberFormat, name: str) -> str:
     reached = first.reference_absmax
     if first.input_absmax is not None and first.input_absmax >= fmt.overflow_threshold:
-        return f"That is beyond {fmt.name}'s largest value {fmt.max:.5g} already, so the cast of an operand overflows."
+        return (
+            f"That is beyond {fmt.name}'s largest value {shown(fmt.max)} already, so the cast of an operand overflows."
+        )
     if reached is None:
         return ""
     bits = math.log2(reached / fmt.max)
     far = f"{bits:.1f} bits" if bits >= 0.05 else "a hair"
-    return f"{name}'s result is {far} beyond what {fmt.name} can hold; nothing that went in is."
+    return f"{name}'s result is {far} beyond what {fmt.name} can hold."
 
 
 def explain_backward(

@@ -15,7 +15,7 @@ from nanprobe.records import Divergence, Finding, FirstBad
 
 __all__ = ["apply_ignores", "findings"]
 
-_CONTAINED = "; it does not reach the loss, a gradient or the output"
+_CONTAINED = "; it does not reach the loss, a gradient or the output outside masked positions"
 
 
 def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Finding, ...]:

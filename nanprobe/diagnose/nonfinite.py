@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from nanprobe.diagnose.absorption import absorbing_visit
-from nanprobe.diagnose.explain import explain_backward, explain_forward
+from nanprobe.diagnose.explain import explain_backward, explain_forward, shown
 from nanprobe.diagnose.independent import of_samples
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.formats import NumberFormat, by_dtype, by_name
@@ -20,7 +20,8 @@ __all__ = ["bad_parameters", "ends_badly", "nonfinite_origins"]
 def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: Sequence[Origin]) -> tuple[FirstBad, ...]:
     """Return every independent origin in execution order: forward, else the loss, and backward if forward ends well.
 
-    A gradient that goes bad where forward did is no origin of its own: the Inf was saved for the derivative.
+    A gradient that goes bad in a visit that bad values went through in forward is no origin of its own: they were saved
+    for the derivative.
     """
     origins = [_first_bad(trace, lane, origin, forward) for origin in forward]
     loss_is_bad = lane.loss is not None and not math.isfinite(lane.loss)
@@ -28,19 +29,28 @@ def nonfinite_origins(trace: Trace, lane: LaneTrace, forward: Sequence[Origin]) 
         origins.append(_in_loss(trace, lane))
     if not loss_is_bad and not (origins and ends_badly(lane)):
         backward = _in_backward(trace, lane)
-        if backward is not None and not any(
-            (o.module, o.visit, o.phase) == (backward.module, backward.visit, "forward") for o in origins
-        ):
+        if backward is not None and not (origins and _held_bad_values(lane, backward)):
             origins.append(backward)
     return tuple(origins)
 
 
+def _held_bad_values(lane: LaneTrace, backward: FirstBad) -> bool:
+    """Whether the visit that a gradient went bad in was given, or gave out, bad values in forward."""
+    return any(
+        (f.module, f.visit) == (backward.module, backward.visit) and (f.inputs.hard or f.outputs.hard)
+        for f in lane.visits
+    )
+
+
 def ends_badly(lane: LaneTrace) -> bool:
-    """Whether the forward pass ends in a non-finite loss, or, without a loss, in a non-finite output."""
+    """Whether the forward pass ends in a non-finite loss, or, without a loss, in an output that is bad where it counts.
+
+    Positions that a mask of the batch excludes do not count.
+    """
     if lane.loss is not None:
         return not math.isfinite(lane.loss)
     root = _root(lane)
-    return root is not None and root.outputs.hard
+    return root is not None and root.outputs.hard and not lane.bad_only_where_masked
 
 
 def bad_parameters(lane: LaneTrace) -> list[str]:
@@ -99,7 +109,8 @@ def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin, forward: Sequence[
     fact, seen = origin.fact, origin.seen
     if fact is None:
         return _from_outside(trace, lane, seen.bad_input if seen is not None else None)
-    whole = fact.bad_output if seen is None else seen.bad_input
+    # What changes its input in place leaves only its output to look at.
+    whole = fact.bad_output if seen is None else seen.bad_input or seen.bad_output
     detail = of_samples(whole, origin.samples) if whole is not None else None
     is_reference = lane.precision == trace.reference.precision
     fails_too = is_reference or _reference_fails_too(trace, fact, seen, detail)
@@ -176,7 +187,7 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     beyond = reference is not None and not fails_too and abs(reference) >= fmt.overflow_threshold
     text = "The model's output is finite; the loss computed from it is not."
     if largest is not None:
-        text = f"The model's output is finite, at most {largest:.4g} in magnitude; the loss computed from it is not."
+        text = f"The model's output is finite, at most {shown(largest)} in magnitude; the loss computed from it is not."
     name = trace.reference.precision.upper()
     if fails_too:
         text += f" {name}'s loss is non-finite as well." if lane is not trace.reference else ""

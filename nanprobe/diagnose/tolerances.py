@@ -2,8 +2,8 @@
 
 Rounding errors of a healthy model add up roughly like a random walk, so the tolerance grows with the square root of the
 number of visits behind it. In backward a kink (ReLU, max, clamp) passes a gradient in one lane and none in the other
-wherever its argument changes sign by rounding; the share of such elements is proportional to u, and the 2-norm of the
-difference to its square root. ``docs/tolerances.md`` says on which models the constants were chosen.
+wherever its argument changes sign by rounding; the share of such elements is proportional to the error in forward, and
+the 2-norm of the difference to its square root. ``docs/tolerances.md`` says on which models the constants were chosen.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from fnmatch import fnmatchcase
 from nanprobe.config import Tolerance
 from nanprobe.formats import by_name
 
-__all__ = ["BASE_MULTIPLE", "KINK_MULTIPLE", "Tolerances"]
+__all__ = ["BASE_MULTIPLE", "FREE_VISITS", "KINK_MULTIPLE", "LARGEST_BACKWARD", "Tolerances"]
 
 BASE_MULTIPLE = 16.0
 """Forward tolerance at the start of a model, in multiples of u."""
 
-_FREE_VISITS = 64
+FREE_VISITS = 32
 """Number of visits over which the forward tolerance does not grow yet."""
 
 KINK_MULTIPLE = 8.0
-"""Backward tolerance in multiples of the square root of u."""
+"""Backward tolerance at the start of a model, in multiples of the square root of u."""
+
+LARGEST_BACKWARD = 1.0
+"""Largest backward tolerance: an error as large as the gradient itself leaves nothing of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class Tolerances:
         chosen = self._set_by_user(module)
         if chosen is not None:
             return chosen * unit
-        forward = BASE_MULTIPLE * unit * math.sqrt(max(1.0, position / _FREE_VISITS))
+        growth = math.sqrt(max(1.0, position / FREE_VISITS))
+        forward = BASE_MULTIPLE * unit * growth
         if phase == "forward":
             return forward
-        return max(2.0 * forward, KINK_MULTIPLE * math.sqrt(unit))
+        return min(max(2.0 * forward, KINK_MULTIPLE * math.sqrt(unit * growth)), LARGEST_BACKWARD)

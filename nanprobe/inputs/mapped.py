@@ -7,6 +7,7 @@ aligned to its element size are read into memory.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -87,7 +88,9 @@ class TensorSource:
         extent = storage.extents[0]
         whole = self._files.get(extent.file)
         if whole is None:
-            size = next(file.size for file in self._index.files if file.path == extent.file)
+            # Data may lie in a file beside the checkpoint's own, or in a decompressed copy.
+            known = (file.size for file in self._index.files if file.path == extent.file)
+            size = next(known, None) or os.path.getsize(extent.file)
             try:
                 # The stubs leave out that from_file is a static method of UntypedStorage that returns one.
                 make: Any = torch.UntypedStorage.from_file

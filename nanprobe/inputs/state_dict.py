@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanprobe.checkpoints import CheckpointIndex, Problem, TensorEntry, index_checkpoint
+from nanprobe.checkpoints import CheckpointIndex, Problem, TensorEntry, index_weights
 from nanprobe.checkpoints.inert import Foreign, InertDict
 from nanprobe.checkpoints.walk import children, join_name
 from nanprobe.errors import UsageError
@@ -64,7 +64,7 @@ def read_state_dict(
     files anew: what is written to the tensors of one call is seen by no other and never reaches the file.
     UsageError when the checkpoint is missing or damaged, or the key or the prefix is not there.
     """
-    index = index_checkpoint(path)
+    index = index_weights(path)
     _refuse_blocking(problem for problem in index.problems if problem.tensor is None)
     if not index.tensors:
         _refuse_blocking(index.problems)

@@ -81,14 +81,12 @@ class LaneThread:
     def abort(self) -> None:
         """Make the lane raise :class:`LaneAborted` where it waits, and wait until it has ended."""
         self._abort = True
-        if self.finished:
-            return
         if not self._started:
             self.finished = True
             return
-        if self._thread.is_alive():
+        if not self.finished and self._thread.is_alive():
             self._go.release()
-            self._thread.join()
+        self._thread.join()
 
     def is_waiting(self) -> bool:
         """Whether the lane has handed the baton back and not ended."""

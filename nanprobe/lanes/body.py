@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.frames import LaneSettings
 from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, copy_model
+from nanprobe.lanes.masked import bad_only_where_masked
 from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.operations import OperationWatch
 from nanprobe.lanes.shadow import ShadowWatch
@@ -46,6 +48,7 @@ class LaneRun:
         self.gradient_elements: dict[str, int] = {}
         self.gradient_norm: float | None = None
         self.gradient_rel_error: float | None = None
+        self.bad_only_where_masked = False
         self.poisoned: tuple[str, ...] = ()
         self.scale = 1.0 if is_reference else spec.loss_scales.get(precision, 1.0)
         dtype = torch_dtype(precision)
@@ -110,6 +113,7 @@ class LaneRun:
         spec, lane = self.spec, self.lane
         batch = map_tensors(self._fit, spec.batch)
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
+        lane.thread = threading.get_ident()
         lane.ops_outside = 0
         autocast = (
             # PyTorch's cache of cast parameters is shared by all threads and not told apart by dtype.
@@ -121,6 +125,8 @@ class LaneRun:
             output = lane.copied.model(*args, **kwargs)
             lane.phase = "loss"
             loss = self._take_loss(output, batch)
+        if loss is None and self.lane.observing:
+            self.bad_only_where_masked = bad_only_where_masked(output, batch)
         self.call = ((), {})
         return loss
 
@@ -302,6 +308,7 @@ class LaneRun:
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,
+            bad_only_where_masked=self.bad_only_where_masked,
             output_rel_error=measures[("forward", "", 0)].rel_error if root is not None else None,
             notes=(*lane.copied.notes, *lane.notes),
         )

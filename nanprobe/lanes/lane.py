@@ -7,6 +7,7 @@ is seen goes to three recorders: forward visits, gradients, and discrete choices
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,8 +36,9 @@ __all__ = ["Lane"]
 class Lane:
     """Everything one lane sees and keeps while it runs. Its methods are called inside the lane's own thread.
 
-    ``phase`` is "forward", "loss", "backward", "gradients" or "end". A lane without a conductor is run alone and
-    unobserved: modules stay in the precision they should, autograd nodes are tied to visits, and nothing is recorded.
+    ``thread`` is the identifier of the lane's thread, ``phase`` "forward", "loss", "backward", "gradients" or "end". A
+    lane without a conductor is run alone and unobserved: modules stay in the precision they should, autograd nodes are
+    tied to visits, and nothing is recorded.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Lane:
         self.settings = settings
         self.copied = copied
         self.is_reference = is_reference
+        self.thread = threading.get_ident()
         self.phase = "forward"
         self.measures: dict[Place, MeasureBuilder] = {}
         self.order: dict[Place, int] = {}
@@ -103,8 +106,13 @@ class Lane:
     def _visit(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._in_twin:
             return _call(module, args, kwargs)
+        if threading.get_ident() != self.thread:
+            return self._elsewhere(path, module, args, kwargs)
         args, kwargs = self.placement.enter(path, args, kwargs)
-        if self.phase == "backward" or not self.observing:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if self.phase == "backward" or not self.observing or transformed:
+            if transformed:
+                self.forward.uninspected[f"{path} (inside a torch.func transform)"] = None
             return self._unobserved(path, module, args, kwargs)
         frame = self._enter(path, module, args, kwargs)
         try:
@@ -178,6 +186,15 @@ class Lane:
         if self.shadow is not None:
             return self.shadow.inside()
         return self.operations.inside(place) if self.operations is not None else nullcontext()
+
+    def _elsewhere(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a visit in a thread that the model started: it must not wait for other lanes, which could wait for it."""
+        self.forward.uninspected[f"{path} (called in a thread of the model's)"] = None
+        args, kwargs = self.placement.enter(path, args, kwargs)
+        with self.placement.around(path):
+            output = _call(module, args, kwargs)
+        self.placement.leave(path, output)
+        return output
 
     def _note_failure(self, frame: Frame, error: Exception) -> None:
         if self.raised is None:

@@ -86,7 +86,7 @@ def bad_detail(
 
 
 def _rows_lost(bad: torch.Tensor, values: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor:
-    """Return those -Inf that the reference does not have and that leave their row without a finite element, else all."""
+    """Return those -Inf that the reference lacks and that leave their row without a finite element, else all."""
     if exact is None or values.dim() == 0:
         return bad
     lost = bad & torch.isfinite(exact) & ~torch.isfinite(values).any(dim=-1, keepdim=True)

@@ -6,6 +6,7 @@ lanes work on copies, and process-wide state is put back.
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -137,11 +138,13 @@ def _replay(spec: ReplaySpec, *, everything: bool) -> tuple[Trace, bool]:
 
 
 def _in_lane(run: LaneRun, threads: int) -> Callable[[], None]:
+    context = contextvars.copy_context()
+
     def body() -> None:
         # The number of threads of an operation is kept per thread.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        run.body()
+        context.run(run.body)
 
     return body
 
@@ -177,7 +180,7 @@ def _alone(spec: ReplaySpec, precision: str, act: Callable[[LaneRun], T]) -> T:
         run = LaneRun(spec, precision, None, is_reference=is_reference)
         try:
             _lane_state(_start(spec), outer, is_reference=is_reference, everything=True).install()
-            return act(run)
+            return contextvars.copy_context().run(act, run)
         finally:
             run.lane.detach()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanprobe.errors import UsageError
 from nanprobe.formats import by_name
 from nanprobe.lanes.measures import bad_detail
 from nanprobe.lanes.trace import BadDetail
@@ -118,10 +119,15 @@ def survey(
 ) -> Iterator[StoredTensor]:
     """Yield what floating tensors of the batch and the model hold; the batch first, then parameters and buffers.
 
-    Finite tensors that nothing casts are left out.
+    Finite tensors that nothing casts are left out. UsageError for a parameter of a lazy module without a shape.
 
     ``formats`` are those that everything is going to be cast to; tensors of modules under ``kept`` paths are not cast.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UsageError(
+                f"model: the lazy parameter {name} has no shape yet; call the model once before replaying it"
+            )
     for path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
             found = _stored("input", path, None, None, tensor, formats, (batch_size, batch_dim))

@@ -228,6 +228,8 @@ class LaneTrace:
     """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it.
 
     ``emulated`` counts, by what was done, the operations that were run in another way than PyTorch would have.
+    ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
+    a mask of the batch excludes them.
     """
 
     precision: str
@@ -255,6 +257,7 @@ class LaneTrace:
     seconds: float
     measuring_seconds: float
     output_rel_error: float | None
+    bad_only_where_masked: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -357,7 +357,8 @@ def _lost(tensor: torch.Tensor, reference: torch.Tensor) -> int:
     """Count elements that are -Inf here, finite in the reference, and no harmless effect of a mask.
 
     A mask's fill that rounds to -Inf is harmless as long as its row (last dimension) keeps a finite element. Such fills
-    are told from an overflow by the reference: their exact values all lie within 1 % of one large negative value.
+    are told from an overflow by the reference: their exact values all lie within 1 % of one large negative value, and
+    everything else is at least ten times smaller.
     """
     value, exact = tensor.detach(), reference.detach()
     if value.is_complex() or exact.is_complex():
@@ -367,8 +368,10 @@ def _lost(tensor: torch.Tensor, reference: torch.Tensor) -> int:
     if fills.numel() == 0:
         return 0
     centre = float(fills.mean())
-    like_a_mask = fills.numel() > 1 and centre < -1e3 and bool(((fills - centre).abs() <= 0.01 * abs(centre)).all())
-    if not like_a_mask:
+    alike = fills.numel() > 1 and centre < -1e3 and bool(((fills - centre).abs() <= 0.01 * abs(centre)).all())
+    rest = exact[~gone & torch.isfinite(exact)].to(torch.float64)
+    apart = rest.numel() == 0 or 10.0 * float(rest.abs().max()) <= abs(centre)
+    if not (alike and apart):
         return fills.numel()
     empty = ~torch.isfinite(value).any(dim=-1, keepdim=True)
     return int(torch.count_nonzero(gone & empty))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from nanprobe.records import ReplayReport
 from nanprobe.render.options import Options
-from nanprobe.serialize import to_json
+from nanprobe.serialize import AnyReport, to_json
 
 __all__ = ["as_json"]
 
 
-def as_json(report: ReplayReport, options: Options) -> str:
+def as_json(report: AnyReport, options: Options) -> str:
     """Return the report as one strict JSON document; no option changes it."""
     del options
     return to_json(report) + "\n"

@@ -64,8 +64,8 @@ def test_folder_with_several(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_kind_without_a_reader(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"x")
-    assert "torch.distributed checkpoint" in line(tmp_path)
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    assert "zero_to_fp32.py" in line(tmp_path)
 
 
 def test_no_regular_file(tmp_path: Path) -> None:
@@ -87,7 +87,8 @@ def test_a_symlink_loop(tmp_path: Path) -> None:
         (b'{"error": "not found"}', "corrupt-file", "JSON text"),
         (bytes(5000), "corrupt-file", "zero"),
         (b"some text", "corrupt-file", "no known checkpoint format"),
-        (b"GGUF\3\0\0\0", "not-scanned", "GGUF"),
+        (b"GGUF\3\0\0\0", "truncated-file", "its header claims"),
+        (b"GGUF\1\0\0\0", "not-scanned", "GGUF of version 1"),
     ],
 )
 def test_what_stands_in_a_checkpoints_place(tmp_path: Path, content: bytes, rule: str, words: str) -> None:

@@ -174,6 +174,8 @@ def test_copies_are_limited() -> None:
     pairs = b"](" + b"NN\x86" * 1000 + b"eq\0"
     data = pairs + b"ccollections\nOrderedDict\nq\x01" + b"h\x01h\0\x85R0" * 2000 + b"."
     with pytest.raises(PickleDamage, match="copies more"):
+        load(data, limits=Limits(ratio=1 << 20))
+    with pytest.raises(PickleDamage, match="far more memory"):
         load(data)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.diagnose.support import (
     Attention,
@@ -418,3 +419,44 @@ def test_a_pre_norm_stack_in_a_nested_container_of_other_names() -> None:
         stages["stage1"][0].body[2].weight *= 1e6
     report = compare(model, torch.randn(2, 6, 16), "autocast", loss=lambda y, _: y.float().logsumexp(-1).mean())
     assert_overflow(report, "backbone.encoder.stage1.0.body.2", class_="Linear", mechanism="overflow")
+
+
+def test_inside_a_checkpointed_segment() -> None:
+    class Segment(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = mlp(8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(checkpoint(lambda y: self.b(self.a(y)), x, use_reentrant=False))
+
+    model = Segment()
+    with torch.no_grad():
+        model.b.weight.mul_(1.2e5)
+        model.a[2].bias.copy_(2 * torch.arange(8.0))
+    report = compare(model, torch.randn(4, 8), loss=mean_square)
+    assert_overflow(report, "b", class_="Linear", visit=0, mechanism="overflow")
+
+
+def test_own_code_that_works_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            y.mul_(1e6)
+            return self.b(self.act(y))
+
+    report = compare(nn.Sequential(mlp(8), InPlace(), nn.LayerNorm(8)), torch.randn(4, 8))
+    assert_overflow(report, "1", class_="InPlace", between=("1.a", "1.act"), mechanism="overflow")
+
+
+def test_keeping_the_named_module_in_fp32_is_a_cure() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(8) * 1e5)
+    ids = torch.randint(0, 10, (3, 4))
+    assert_overflow(compare(model, ids, "autocast"), "1", class_="Linear", mechanism="overflow")
+    assert_clean(compare(model, ids, "autocast", keep_fp32=("1",)))

@@ -63,6 +63,27 @@ def test_nan_at_padding_is_contained() -> None:
     assert report.exit_code_for("warning") == 1
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
+def test_nan_that_reaches_only_masked_positions_of_the_output(name: str) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(8)
+
+        def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
+            return self.body(x)
+
+    keep = torch.ones(4, 3, dtype=torch.long)
+    keep[1, 2] = 0
+    mask = 1 - keep if "pad" in name else keep
+    report = compare(Tagger(), {"x": spoiled(math.nan, (1, 2, 3)), name: mask})
+    assert_clean(report)
+    assert [(f.rule, f.severity) for f in report.findings] == [("nonfinite-input", "warning")]
+    elsewhere = compare(Tagger(), {"x": spoiled(math.nan, (1, 1, 3)), name: mask})
+    assert [(f.rule, f.severity) for f in elsewhere.findings] == [("nonfinite-input", "error")]
+    assert elsewhere.verdict == "not-precision"
+
+
 def test_a_gradient_through_contained_nan_is_an_error() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

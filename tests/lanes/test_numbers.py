@@ -172,6 +172,14 @@ def test_where_bad_elements_are(shape: Any, places: Any, dim: int, index: Any, s
     assert (first.index, first.samples) == (index, samples)
 
 
+def test_the_extra_run_leaves_the_buffers_of_the_visit_itself() -> None:
+    """Running statistics are those of the lane's own inputs, not of the reference's that the extra run was given."""
+    model = nn.Sequential(bad_at((1, 1)), nn.BatchNorm1d(3))
+    report = nanprobe.replay(model, torch.randn(4, 3), mode="cast", loss=mean_square)
+    poisoned = {f.evidence["parameter"] for f in report.findings if f.rule == "nonfinite-buffer"}
+    assert poisoned == {"1.running_mean", "1.running_var"}
+
+
 def test_rows_of_k_times_batch_belong_to_their_sample() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return self.bad(x.reshape(-1, 3))

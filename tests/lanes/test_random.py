@@ -45,7 +45,9 @@ def test_dropout_drops_the_same_elements(mode: str, functional: bool) -> None:
         error = measure(report, "inner", name).rel_error
         assert error is not None
         assert error < 0.02
-        assert measure(report, "inner", name).zero < measure(report, "inner", name).elements
+        if not functional:
+            # The extra run for the local error draws the same mask.
+            assert measure(report, "inner.drop", name).local_error == pytest.approx(0.0, abs=0.01)
 
 
 @MODES

@@ -1,0 +1,1 @@
+"""The rules: pure functions from the records of a checkpoint to findings."""
