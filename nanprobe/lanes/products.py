@@ -6,7 +6,8 @@ matrix product, convolution and scaled-dot-product attention is therefore run on
 result rounded once. A product of two halves is exact in FP32, so this differs from a tensor core in the order of the
 sum alone.
 
-The same is done for operations that this CPU has no half kernel for at all, such as 3-d pooling: a GPU has one.
+The same is done for operations that have a half kernel on a GPU and none on a CPU, such as 3-d pooling. What has none
+on a GPU either, as most of linear algebra, raises here as it does there.
 
 A product runs natively where the processor has tile arithmetic (AMX) for the dtype and a trial of products passes:
 see :func:`runs_natively`.
@@ -70,6 +71,18 @@ _WRITING = {
 _ATTENTION = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _ATTENTION_BACKWARD = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
+_ONLY_ON_A_GPU = frozenset(
+    f"{name}{backward}"
+    for name in (
+        *("avg_pool3d", "adaptive_avg_pool3d", "_adaptive_avg_pool3d", "grid_sampler_2d", "grid_sampler_3d"),
+        *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "multi_margin_loss", "multilabel_margin_loss"),
+        *("multilabel_margin_loss_forward", "polygamma", "round"),
+    )
+    for backward in ("", "_backward")
+)
+"""Operations with a half kernel on a GPU and, in some PyTorch, none on a CPU: PyTorch's operator tests list, for each
+operation, the dtypes of either. FFTs of halves, which a GPU has for lengths that are powers of two, are left out."""
+
 _LACKS = re.compile(r"not implemented for '(Half|BFloat16)'|not (?:supported|implemented) for (?:Half|BFloat16)")
 """How PyTorch says that an operation has no kernel for a dtype."""
 
@@ -82,6 +95,7 @@ class Products:
         self._dtype = dtype
         self._on_cpu = device.type == "cpu"
         self._ways: dict[Any, Way] = {}
+        self._lacking: dict[int, bool] = {}
         if self._on_cpu and not runs_natively(dtype):
             self._ways = dict(_ways())
 
@@ -102,10 +116,12 @@ class Products:
                 if counting:
                     self._count(PRODUCTS, func)
                 return way(func, dtype, args, kwargs)
+        if not self._lacks(func):
+            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if _LACKS.search(str(error)) is None or func._schema.is_mutable:
+            if _LACKS.search(str(error)) is None:
                 raise
             dtype = _first_half(args, kwargs)
             if dtype is None:
@@ -113,6 +129,12 @@ class Products:
             if counting:
                 self._count(LACKING, func)
             return _narrow(func(*_wide(args), **_wide(kwargs)), dtype)
+
+    def _lacks(self, func: Any) -> bool:
+        lacks = self._lacking.get(id(func))
+        if lacks is None:
+            lacks = self._lacking[id(func)] = func._schema.name.removeprefix("aten::") in _ONLY_ON_A_GPU
+        return lacks
 
     def _count(self, why: str, func: Any) -> None:
         counter = self.emulated.get(why)

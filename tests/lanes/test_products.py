@@ -145,6 +145,11 @@ def test_an_operation_without_a_half_kernel_is_run_all_the_same(dtype: torch.dty
     assert x.grad is not None
 
 
+def test_an_operation_that_a_gpu_has_no_half_kernel_for_raises_as_there() -> None:
+    with observed(torch.float16), pytest.raises(RuntimeError, match="Half"):
+        torch.linalg.solve(torch.eye(3).half(), torch.ones(3).half())
+
+
 def test_an_error_of_the_models_own_is_not_swallowed() -> None:
     with observed(torch.float16), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.ones(2, 3).half() @ torch.ones(2, 3).half()
