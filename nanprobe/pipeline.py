@@ -56,6 +56,7 @@ from nanprobe.lanes.run import (
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Trace
+from nanprobe.numerics.autocast_policy import unknown_to_us
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
@@ -64,6 +65,15 @@ from nanprobe.version import __version__
 __all__ = ["Subject", "replay_command", "run_replay"]
 
 _WITH_FUSED_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+_ATTENTION = {
+    "math": "scaled-dot-product attention took PyTorch's math back end in every lane",
+    "math-half": (
+        "scaled-dot-product attention was written out, its scores kept in each lane's own precision and scaled after "
+        "the product, as hand-written code has it"
+    ),
+}
+"""What a report says about attention that is not left to PyTorch's choice."""
 
 DEFAULT_LOSS_SCALE = 65536.0
 """Where dynamic loss scaling starts: the initial scale of ``torch.amp.GradScaler``."""
@@ -202,6 +212,8 @@ def run_replay(
         reference=reference,
         loss=subject.loss,
         mode=settings.mode,
+        autocast_policy=settings.autocast_policy,
+        attention=settings.attention,
         train=settings.resolved_train(loss_given=subject.loss is not None),
         device=device,
         seed=settings.seed,
@@ -392,21 +404,29 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[str, ...]) -> dict[str, Any]:
     autocast = settings.mode == "autocast"
-    policy = spec.device.type if autocast else None
+    followed = "cuda" if spec.emulates_cuda else spec.device.type
+    policy = followed if autocast else None
     emulated: dict[str, Any] = {}
     drawn = {name: lane.drawn for name, lane in trace.lanes.items() if lane.drawn}
     if drawn:
         emulated["random draws made in FP32 and rounded"] = drawn
+    for name, lane in trace.lanes.items():
+        for why, counts in lane.emulated.items():
+            emulated.setdefault(why, {})[name] = counts
     told = list(notes)
     if autocast and settings.autocast_policy != policy:
         told.append(
             f"autocast ran with PyTorch's {str(policy).upper()} operator lists, not the "
-            f"{settings.autocast_policy.upper()} lists: a GPU runs some operations in another precision"
+            f"{settings.autocast_policy.upper()} lists: PyTorch has no others for this device"
         )
+    if autocast and spec.emulates_cuda and unknown_to_us():
+        told.append(f"left alone, though CUDA's autocast changes them: {', '.join(unknown_to_us())}")
     if autocast and any(isinstance(module, _WITH_FUSED_PATHS) for module in spec.model.modules()):
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
         )
+    if spec.attention in _ATTENTION:
+        told.append(_ATTENTION[spec.attention])
     if has_compiled_parts(spec.model):
         told.append("compiled parts ran eagerly: compiled kernels keep FP32 where eager code rounds in between")
     for lane in (trace.reference, *trace.lanes.values()):
@@ -415,6 +435,7 @@ def _conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple
     return {
         "mode": settings.mode,
         "autocast_policy": policy,
+        "attention": spec.attention,
         "loss_scale": max(scales.values(), default=1.0),
         "loss_scales": scales,
         "seed": settings.seed,

@@ -107,7 +107,7 @@ def test_precisions(engine: Engine, arguments: list[str], precisions: tuple[str,
 def test_flags_reach_the_config(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("model: {factory: a:b}\nmode: autocast\n")
     arguments = (
-        "replay --config other.yaml --checkpoint w.pt --batch b.pt --mode cast --autocast-policy cpu --backward "
+        "replay --config other.yaml --checkpoint w.pt --batch b.pt --mode cast --autocast-policy cpu --attention math --backward "
         "--loss-scale 1e3 --device cuda:1 --seed 5 --no-trace --no-local-error --trust-pickle --dtype bf16"
     )
     main(arguments.split())
@@ -122,7 +122,7 @@ def test_flags_reach_the_config(engine: Engine, tmp_path: Path) -> None:
         True,
         1000.0,
     )
-    assert (settings.device, settings.seed) == ("cuda:1", 5)
+    assert (settings.device, settings.seed, settings.attention) == ("cuda:1", 5, "math")
     assert call["local_error"] is False
     assert call["trust_pickle"] is True
     main(["replay", "--no-backward", "--batch", "b.pt"])

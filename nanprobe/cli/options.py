@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "Attention",
     "AutocastPolicy",
     "Backward",
     "Baseline",
@@ -72,6 +73,12 @@ Mode = Annotated[
 AutocastPolicy = Annotated[
     str | None,
     typer.Option("--autocast-policy", metavar="cuda|cpu", help="Whose autocast operator lists to follow."),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention", metavar="fused|math|math-half", help="How attention is computed; math-half: scores in half."
+    ),
 ]
 Backward = Annotated[
     bool | None,

@@ -30,6 +30,7 @@ class Flags:
     batch: str | None
     mode: str | None
     autocast_policy: str | None
+    attention: str | None
     backward: bool | None
     loss_scale: float | None
     device: str | None
@@ -76,6 +77,7 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
         batch=flags.batch,
         mode=flags.mode,
         autocast_policy=flags.autocast_policy,
+        attention=flags.attention,
         backward=flags.backward,
         loss_scale=flags.loss_scale,
         device=flags.device,

@@ -14,6 +14,7 @@ from typing import Any
 from nanprobe.nearest import nearest
 
 __all__ = [
+    "ATTENTIONS",
     "AUTOCAST_POLICIES",
     "CALLS",
     "MODES",
@@ -34,6 +35,7 @@ __all__ = [
 
 MODES = ("autocast", "cast")
 AUTOCAST_POLICIES = ("cuda", "cpu")
+ATTENTIONS = ("fused", "math", "math-half")
 CALLS = ("auto", "kwargs", "args", "single")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")

@@ -22,6 +22,7 @@ class Overrides:
     batch: str | None = None
     mode: str | None = None
     autocast_policy: str | None = None
+    attention: str | None = None
     backward: bool | None = None
     loss_scale: float | None = None
     device: str | None = None

@@ -84,6 +84,7 @@ def _values(config: Config) -> dict[str, Any]:
         "loss": config.loss and {"factory": config.loss.factory, "kwargs": dict(config.loss.kwargs)},
         "mode": settings.mode,
         "autocast_policy": settings.autocast_policy,
+        "attention": settings.attention,
         "train": settings.resolved_train(loss_given=config.loss is not None),
         "backward": settings.backward,
         "loss_scale": settings.loss_scale,

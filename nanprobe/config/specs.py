@@ -194,6 +194,7 @@ class Tolerance:
 SETTING_CHECKS: Mapping[str, Check] = {
     "mode": checks.one_of(*checks.MODES),
     "autocast_policy": checks.one_of(*checks.AUTOCAST_POLICIES),
+    "attention": checks.one_of(*checks.ATTENTIONS),
     "train": checks.optional(checks.boolean),
     "backward": checks.optional(checks.boolean),
     "loss_scale": checks.optional(checks.positive_number),
@@ -216,6 +217,7 @@ class Settings:
 
     mode: str = "autocast"
     autocast_policy: str = "cuda"
+    attention: str = "fused"
     train: bool | None = None
     backward: bool | None = None
     loss_scale: float | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.attention import written_out_here
 from nanprobe.lanes.backward import NodeWatch
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.conductor import Conductor
@@ -24,6 +25,7 @@ from nanprobe.lanes.operations import OperationWatch
 from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
+from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.records import Gradient
@@ -99,6 +101,9 @@ class LaneRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
+            if self.spec.emulates_cuda:
+                stack.enter_context(as_on_cuda(regions=self._dtype in HALF))
+            stack.enter_context(written_out_here(self.spec.attention))
             if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
                 # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
                 jit: Any = torch.jit
@@ -113,7 +118,8 @@ class LaneRun:
         lane.thread = threading.get_ident()
         lane.ops_outside = 0
         autocast = (
-            torch.autocast(spec.device.type, dtype=self._dtype, cache_enabled=False)
+            # PyTorch's cache of cast parameters is shared by all threads and not told apart by dtype.
+            torch.autocast(spec.device.type, dtype=self._dtype, cache_enabled=spec.emulates_cuda)
             if self._autocast
             else contextlib.nullcontext()
         )
@@ -322,6 +328,7 @@ class LaneRun:
             uninspected=tuple(lane.forward.uninspected),
             ops_outside_modules=lane.ops_outside,
             drawn=lane.drawn,
+            emulated={why: dict(counts) for why, counts in self.observer.products.emulated.items()},
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["draw_rounded"]
+__all__ = ["DRAWS", "draw_rounded"]
 
 _HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
@@ -45,6 +45,9 @@ _FROM_TENSOR = {
     aten.poisson.default,
 }
 _CHOICES_FROM_TENSOR = {aten.multinomial.default}
+
+DRAWS = frozenset(_IN_PLACE | _FACTORIES | _LIKE | _FROM_TENSOR | _CHOICES_FROM_TENSOR)
+"""Every operation that :func:`draw_rounded` may run in another way."""
 
 
 def _round_below(drawn: torch.Tensor, dtype: torch.dtype, upper: float | None) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""What a lane does at single operations: round random draws, compare discrete choices, follow kept modules, count."""
+"""What a lane does at single operations: round draws and products, compare choices, follow kept modules, count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanprobe.lanes.draws import draw_rounded
+from nanprobe.lanes.draws import DRAWS, draw_rounded
 from nanprobe.lanes.lane import Lane
+from nanprobe.lanes.products import Products, Way
 
 __all__ = ["Observer"]
 
@@ -29,14 +29,16 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
     """The dispatch mode of one lane; active in its thread only, in forward and loss.
 
-    In backward it is active only where recomputed forward code may need it: after random draws were rounded, or with
-    modules kept in FP32.
+    In backward it is active in half-precision lanes on a CPU, whose products it runs, and where recomputed forward
+    code may need it: after random draws were rounded, or with modules kept in FP32.
     """
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self._lane = lane
         self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
+        self.products = Products(lane.settings.dtype or torch.float32, lane.settings.device)
+        self._plans: dict[int, tuple[bool, tuple[str, int | None] | None, Way | None]] = {}
         self._follow = lane.placement.active and lane.settings.mode == "cast"
 
     @classmethod
@@ -47,7 +49,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def needed_in_backward(self) -> bool:
         """Whether code recomputed in backward would run differently without this mode."""
-        return self._follow or self._lane.drawn > 0
+        return self._follow or self._lane.drawn > 0 or (self._low and self.products.active)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,8 +59,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         lane = self._lane
         if lane.frame is None and lane.observing and lane.phase in ("forward", "loss"):
             lane.ops_outside += 1
-        result = self._run(func, args, kwargs)
-        choice = _CHOICES.get(func)
+        plan = self._plans.get(id(func))
+        if plan is None:
+            # An operation is a module-level object that is never let go, and its own hash is slow to ask for.
+            plan = self._plans[id(func)] = (func in DRAWS, _CHOICES.get(func), self.products.way_of(func))
+        draws, choice, way = plan
+        result = self._run(func, args, kwargs, draws, way) if self._low else func(*args, **kwargs)
         if choice is not None:
             name, position = choice
             lane.choices.chosen(name, result if position is None else result[position])
@@ -68,12 +74,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             lane.placement.follow((args, kwargs), result)
         return result
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._low:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool, way: Way | None) -> Any:
+        if draws:
             drew, result = draw_rounded(func, args, kwargs)
             if drew:
                 self._lane.drawn += 1
                 return result
+        if self.products.active:
+            return self.products.run(func, way, args, kwargs, counting=self._lane.observing)
         return func(*args, **kwargs)
 
 

@@ -20,12 +20,14 @@ from torch import nn
 
 from nanprobe.errors import NanprobeError
 from nanprobe.inputs.rng import RandomState, seed_all
+from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
+from nanprobe.numerics.autocast_regions import emulate_cuda
 from nanprobe.numerics.stats import difference, total_difference
 
 __all__ = [
@@ -64,6 +66,9 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Lanes make many small objects and no garbage; looking for some costs 4 % of a replay.
         gc.set_threshold(max(collecting[0], _COLLECT_AFTER) if collecting[0] else 0, *collecting[1:])
+        if spec.emulates_cuda:
+            stack.enter_context(emulate_cuda())
+        stack.enter_context(written_out(spec.attention))
         if spec.mode == "autocast":
             torch.backends.mha.set_fastpath_enabled(False)
         yield outer

@@ -74,6 +74,8 @@ class ReplaySpec:
     reference: str = "fp32"
     loss: LossFunction | None = None
     mode: str = "autocast"
+    autocast_policy: str = "cuda"
+    attention: str = "fused"
     train: bool = False
     backward: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -86,6 +88,11 @@ class ReplaySpec:
     batch_dim: int = 0
     weights: Weights | None = None
     progress: Progress = SILENT
+
+    @property
+    def emulates_cuda(self) -> bool:
+        """Whether CPU tensors are to be treated by autocast as CUDA tensors would be."""
+        return self.autocast_policy == "cuda" and self.device.type == "cpu"
 
 
 def torch_dtype(precision: str) -> torch.dtype:

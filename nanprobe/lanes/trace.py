@@ -229,6 +229,7 @@ class Raised:
 class LaneTrace:
     """Everything one lane left behind. ``order`` maps a place to the position at which the lane reached it.
 
+    ``emulated`` counts, by what was done, the operations that were run in another way than PyTorch would have.
     ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
     a mask of the batch excludes them.
     """
@@ -253,6 +254,7 @@ class LaneTrace:
     uninspected: tuple[str, ...]
     ops_outside_modules: int
     drawn: int
+    emulated: Mapping[str, Mapping[str, int]]
     dropout_differs: tuple[str, ...]
     seconds: float
     measuring_seconds: float
