@@ -22,6 +22,8 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX_DIRECTORY = 1 << 28
+_MAX_RATIO = 1032
+"""DEFLATE's own limit: a match of 258 bytes takes two bits (RFC 1951)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,12 @@ def resolve(window: Window, member: Member) -> Extent:
         raise window.damage("truncated-file", f"its member {member.name[:200]!r} reaches beyond the end of the file")
     if member.method == 0 and member.stored != member.size:
         raise window.damage("corrupt-file", f"its member {member.name[:200]!r} has two different sizes")
+    if member.method == 8 and member.size > member.stored * _MAX_RATIO + 64:
+        raise window.damage(
+            "corrupt-file",
+            f"its member {member.name[:200]!r} claims {member.size:,} bytes, which {member.stored:,} compressed ones "
+            "cannot make",
+        )
     return Extent(
         file=window.path,
         offset=window.base + offset,

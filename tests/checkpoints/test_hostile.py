@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,3 +243,19 @@ def test_metadata_that_describes_one_long_list_again_and_again(tmp_path: Path, m
 def test_groups_that_share_one_long_list() -> None:
     group = {"params": list(range(100_000))}
     assert names_of_ids([group] * 100_000, {0: (2,)}, [("a", (2,))], ordered=True) == {}
+
+
+def test_a_compressed_member_that_claims_too_much(tmp_path: Path) -> None:
+    """DEFLATE makes at most 1,032 bytes of one; nothing is set aside for a claim beyond that."""
+    np.savez_compressed(tmp_path / "a.npz", a=np.ones(100))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    at = data.find(b"PK\1\2")
+    data[at + 24 : at + 28] = (1 << 31).to_bytes(4, "little")
+    (tmp_path / "a.npz").write_bytes(data)
+    tracemalloc.start()
+    problem = index_checkpoint(tmp_path / "a.npz").problems[0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert problem.rule == "corrupt-file"
+    assert "cannot make" in problem.message
+    assert peak < 1 << 22
