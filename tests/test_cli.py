@@ -107,8 +107,8 @@ def test_precisions(engine: Engine, arguments: list[str], precisions: tuple[str,
 def test_flags_reach_the_config(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("model: {factory: a:b}\nmode: autocast\n")
     arguments = (
-        "replay --config other.yaml --checkpoint w.pt --batch b.pt --mode cast --autocast-policy cpu --attention math --backward "
-        "--loss-scale 1e3 --device cuda:1 --seed 5 --no-trace --no-local-error --trust-pickle --dtype bf16"
+        "replay --config other.yaml --checkpoint w.pt --batch b.pt --mode cast --autocast-policy cpu --attention math "
+        "--backward --loss-scale 1e3 --device cuda:1 --seed 5 --no-trace --no-local-error --trust-pickle --dtype bf16"
     )
     main(arguments.split())
     (call,) = engine.calls
