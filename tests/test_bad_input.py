@@ -148,7 +148,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("mismatched", "x", "", 3, ["RuntimeError", "2x4 and 5x2"]),
         ("fails", "x", "", 3, ["ValueError", "the weather is bad"]),
         ("exits", "x", "", 3, ["sys.exit"]),
-        ("hungry", "x", "", 3, ["allocate"]),
+        ("hungry", "x", "", 3, ["out of memory"]),
     ],
 )
 def test_one_line_and_its_code(
