@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanprobe.records import ReplayReport
 from nanprobe.render.columns import Columns, has_local
+from nanprobe.render.names import ROOT
 from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Shown
 
 __all__ = ["legend"]
@@ -24,6 +25,8 @@ def legend(report: ReplayReport, items: list[Item], columns: Columns | None) -> 
         parts.append(f"{ALSO} bad values arise here{too}, or end here (absorbed)")
     if any(item.row.visit for item in shown):
         parts.append("#n the visit of a module that is called again, from #0")
+    if any(not item.row.module for item in shown):
+        parts.append(f"{ROOT} the whole model")
     if any(item.row.phase == "backward" for item in shown):
         parts.append("grad the gradient that arrives at a module's outputs")
     if columns is None:

@@ -41,10 +41,18 @@ def gradients(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
 def findings(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
     """Return a line for each finding that the verdict has not told already, worst first."""
     order = {"error": 0, "warning": 1, "note": 2}
-    others = [finding for finding in report.findings if not is_culprit(report, finding)]
-    others.sort(key=lambda finding: (finding.ignored, order.get(finding.severity, 3)))
+    groups: list[list[Finding]] = []
+    for finding in report.findings:
+        if is_culprit(report, finding):
+            continue
+        alike = next((group for group in groups if _says_the_same(group[0], finding)), None)
+        if alike is None:
+            groups.append([finding])
+        else:
+            alike.append(finding)
+    others = sorted(groups, key=lambda group: (group[0].ignored, order.get(group[0].severity, 3)))
     shown = others if verbose else others[:_MOST_FINDINGS]
-    lines = [_finding_line(report, finding, ink) for finding in shown]
+    lines = [_finding_line(report, group, ink) for group in shown]
     if len(others) > len(shown):
         lines.append(f"{numbers.count(len(others) - len(shown))} more findings are shown by --verbose")
     return lines
@@ -188,16 +196,23 @@ def _bad_words(row: GradientRow, name: str) -> str:
     return f"{numbers.kinds(gradient.nan, gradient.posinf, gradient.neginf)} of {row.elements:,}"
 
 
-def _finding_line(report: ReplayReport, finding: Finding, ink: Ink) -> str:
+def _says_the_same(one: Finding, other: Finding) -> bool:
+    """Whether two findings differ in nothing that is shown but their precision."""
+    keys = ("rule", "severity", "message", "module", "ignored", "ignored_why")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+def _finding_line(report: ReplayReport, group: list[Finding], ink: Ink) -> str:
+    """Return one line for findings that say the same of several precisions."""
+    finding = group[0]
     severity = "ignored" if finding.ignored else finding.severity
     text = f"{severity}: {ink.prose(finding.message)}"
     tags = [ink.prose(finding.rule)]
-    if (
-        finding.precision
-        and finding.precision not in finding.message
-        and finding.precision.upper() not in finding.message
-    ):
-        tags.append(spoken(report, finding.precision))
+    tags += [
+        spoken(report, name)
+        for name in dict.fromkeys(other.precision for other in group)
+        if name and name not in finding.message and name.upper() not in finding.message
+    ]
     if finding.module is not None and (finding.module or ROOT) not in finding.message:
         tags.append(ink.name(finding.module or ROOT))
     text += f" [{', '.join(tags)}]"

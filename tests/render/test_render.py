@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanprobe.errors import UsageError
-from nanprobe.records import ReplayReport, VisitRow
+from nanprobe.records import Finding, ReplayReport, VisitRow
 from nanprobe.render import FORMATS, numbers, render
 from nanprobe.render.ink import Ink
 from nanprobe.render.names import neutral, one_line, shortened_class, shortened_path
@@ -393,3 +393,13 @@ def test_markdown_says_what_it_is_about_and_keeps_its_lists_apart() -> None:
     (row,) = lines_with(text, "| >>")
     assert "own code" not in row
     assert lines_with(text, "- 1: own code of `layers.1.mlp`, between `up_proj` and `down_proj`")
+
+
+def test_findings_that_differ_in_precision_only_share_a_line() -> None:
+    found = [
+        Finding(rule="masked-gradient", severity="warning", precision=name, module="pool", message="37 NaN in backward")
+        for name in ("fp16", "bf16")
+    ]
+    text = render(dataclasses.replace(absorbed_gradient(), findings=tuple(found)), width=200)
+    assert text.count("37 NaN in backward") == 1
+    assert "37 NaN in backward [masked-gradient, fp16, bf16, pool]" in text
