@@ -26,6 +26,9 @@ _KEEP = "keep-fp32"
 _REPAIRS = ("fix-data", "fix-checkpoint")
 """Remedies that change what is replayed, so that no replay of it could verify them."""
 
+_NOT_ROUNDING = ("routing-flip", "gradient-underflow")
+"""Mechanisms of a drift that FP32 in that module does not help against."""
+
 _WITHOUT_SETTING = re.compile(r" \(keep_fp32: \[[^\]]*\]\)")
 """The setting inside a remedy's text: it is written out behind the text, with the command."""
 
@@ -233,7 +236,7 @@ def _remedies(report: ReplayReport) -> list[Remedy]:
     sources += [
         (Remedy(kind=_KEEP, text=f"Keep {drift.module} in FP32", modules=(drift.module,)),)
         for drift in drifts
-        if drift.module and drift.phase == "forward"
+        if drift.module and drift.phase == "forward" and drift.mechanism not in _NOT_ROUNDING
     ]
     told: set[tuple[str, tuple[str, ...] | str]] = set()
     for remedy in (remedy for source in sources for remedy in source):
