@@ -336,7 +336,8 @@ def _amount(report: ReplayReport, bad: FirstBad, counts: BadCounts) -> str:
     if bad.reference_absmax is not None and bad.precision != report.reference:
         text += f" where {report.reference.upper()} reaches {numbers.magnitude(bad.reference_absmax)}"
     made_of_nan = counts.total and not (counts.posinf or counts.neginf)
-    if bad.limit is not None and not made_of_nan and bad.precision_related is not False:
+    about_range = bad.precision_related is not False and (bad.mechanism is None or "overflow" in bad.mechanism)
+    if bad.limit is not None and not made_of_nan and about_range:
         notes.append(f"{bad.precision}'s largest is {numbers.magnitude(bad.limit)}")
     return text + (f" ({'; '.join(notes)})" if notes else "") + _position(bad)
 

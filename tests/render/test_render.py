@@ -322,8 +322,13 @@ def test_a_fault_of_no_precision_needs_no_largest_value() -> None:
     report = fp16_overflow()
     bad = report.first_bad
     assert bad is not None
-    bad = dataclasses.replace(bad, precision_related=False, mechanism=None)
-    assert "largest is" not in render(dataclasses.replace(report, verdict="not-precision", first_bad=bad), width=400)
+    nobodys = dataclasses.replace(bad, precision_related=False, mechanism=None)
+    assert "largest is" not in render(
+        dataclasses.replace(report, verdict="not-precision", first_bad=nobodys), width=400
+    )
+    of_zero = dataclasses.replace(bad, mechanism="domain-error")
+    assert "largest is" not in render(dataclasses.replace(report, first_bad=of_zero), width=400)
+    assert "largest is" in render(report, width=400)
 
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
