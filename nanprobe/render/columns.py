@@ -6,6 +6,7 @@ paths have room, so a wide terminal shows everything and 80 columns still show o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanprobe.formats import by_name
@@ -110,9 +111,9 @@ class Columns:
         return texts
 
 
-def has_local(report: ReplayReport) -> bool:
-    """Whether the error given the reference's inputs was measured anywhere."""
-    return any(measure.local_error is not None for row in report.modules for measure in row.precisions.values())
+def has_local(rows: Iterable[VisitRow]) -> bool:
+    """Whether the error given the reference's inputs was measured in any of the rows."""
+    return any(measure.local_error is not None for row in rows for measure in row.precisions.values())
 
 
 def module_cell(row: VisitRow) -> str:

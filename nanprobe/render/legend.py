@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanprobe.records import ReplayReport
-from nanprobe.render.columns import Columns, has_local
+from nanprobe.render.columns import Columns
 from nanprobe.render.names import ROOT
 from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Shown
 
@@ -36,7 +36,7 @@ def legend(report: ReplayReport, items: list[Item], columns: Columns | None) -> 
         parts.append(f"err relative error against {reference}")
     else:
         parts.append(f"rel.err relative error against {reference}, accumulated")
-    if columns.layout.local and has_local(report):
+    if columns.layout.local:
         parts.append(f"local the module's own error, on {reference}'s inputs")
     if columns.headroom:
         parts.append("bits of headroom below the format's largest value")

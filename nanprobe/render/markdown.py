@@ -60,7 +60,9 @@ def _subject(report: ReplayReport, ink: MarkdownInk) -> str:
 
 def _table(report: ReplayReport, items: list[Item], ink: MarkdownInk) -> list[str]:
     """Return the table, what lies between its rows (a table has no line across its columns), and the legend."""
-    columns = Columns.of(report, replace(RICHEST, local=has_local(report)))
+    columns = Columns.of(
+        report, replace(RICHEST, local=has_local(item.row for item in items if isinstance(item, Shown)))
+    )
     titles = ["", *(ink.prose(title) for title in columns.titles())]
     body: list[list[str]] = []
     between: list[str] = []

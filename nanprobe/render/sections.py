@@ -265,9 +265,20 @@ def _how_to_keep(report: ReplayReport, remedy: Remedy, ink: Ink) -> str:
     tail = _arguments(report, without=("--dtype", "--dtypes"))
     if tail is None:
         return f": pass {ink.command(f'keep_fp32={listed}')}"
-    low = worst_at_fault(report) or next(iter(candidates(report)), report.reference)
+    low = _precision_of(report, remedy)
     again = ink.command(f"nanprobe replay{tail} --dtype {low}")
     return f": add {ink.command(f'keep_fp32: {listed}')} to the config and run {again}"
+
+
+def _precision_of(report: ReplayReport, remedy: Remedy) -> str:
+    """Return the precision that a remedy is for: one that goes wrong in its modules, the worst before others."""
+    worst = worst_at_fault(report)
+    ordered = [*([worst] if worst else []), *candidates(report)]
+    for name in ordered:
+        place = report.precisions[name].first_bad or report.precisions[name].first_divergence
+        if place is not None and place.module in remedy.modules:
+            return name
+    return ordered[0] if ordered else report.reference
 
 
 def _arguments(report: ReplayReport, *, without: tuple[str, ...] = ()) -> str | None:

@@ -338,6 +338,8 @@ def test_the_legend_says_what_the_numbers_are(format: str) -> None:
         assert "numbers are largest magnitudes (absmax)" in text, name
         shown = bool(re.search(r"rel.err \W* *local", text))
         assert ("local the module's own error, on" in text) == shown, name
+    without = dataclasses.replace(silent_divergence(), modules=silent_divergence().modules[:1])
+    assert "local" not in render(without, format, width=200).replace("given FP32's", "")
     assert "local the module's own error, on FP32's inputs" in render(silent_divergence(), format, width=200)
 
 
@@ -365,6 +367,19 @@ def test_advice_is_given_once_and_claims_no_more_than_it_can() -> None:
     assert '`keep_fp32: ["model.rotary_emb"]`' in drift
     from_python = render(dataclasses.replace(silent_divergence(), subject={}), width=400)
     assert 'in FP32 (not verified): pass `keep_fp32=["model.rotary_emb"]`' in from_python
+
+
+def test_advice_is_for_the_precision_that_goes_wrong_there() -> None:
+    report = two_drifts()
+    results = dict(report.precisions)
+    drift = results["fp16"].first_divergence
+    assert drift is not None
+    results["fp16"] = dataclasses.replace(
+        results["fp16"], first_divergence=dataclasses.replace(drift, module="embed", class_="Embedding")
+    )
+    text = render(dataclasses.replace(report, precisions=results), width=400)
+    assert lines_with(text, "Keep embed in FP32", "--dtype fp16`")
+    assert lines_with(text, "Keep time in FP32", "--dtype bf16`")
 
 
 def test_full_precision_speaks_of_no_autocast() -> None:
