@@ -138,11 +138,8 @@ def _precision_line(report: ReplayReport, name: str, result: PrecisionResult, in
         parts.append(_absorbed(report, bad, ink) if fine else _deed(report, bad, ink, brief=True))
     if result.first_divergence is not None:
         drift = result.first_divergence
-        parts.append(
-            f"what drifts in {_place(report, drift, ink)} does not reach the end"
-            if fine
-            else _drift(report, drift, ink, brief=True)
-        )
+        why = "" if not fine else "ignored by the config: " if _ignored(report, drift) else "only a warning: "
+        parts.append(why + _drift(report, drift, ink, brief=True))
     if result.loss is not None:
         comparable = result.loss_error is not None and math.isfinite(result.loss) and not reference
         beside = f" (rel. error {numbers.error(result.loss_error)})" if comparable else ""
@@ -168,7 +165,24 @@ def _worst(report: ReplayReport, name: str, ink: Ink) -> str:
 
 def _absorbed(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
     """Return what a clean precision made and got rid of: "37 NaN in pool (Pool) are absorbed"."""
-    return f"{_kinds_of(report, bad)} in {_source(report, bad, ink)} {_are(bad.count)} absorbed"
+    return f"{_kinds_of(report, bad)} in {_source(report, bad, ink)} {_are(bad.count)} {_fate(report, bad)}"
+
+
+def _fate(report: ReplayReport, bad: FirstBad) -> str:
+    """Return why bad values of a clean precision do not count."""
+    if _ignored(report, bad):
+        return "ignored by the config"
+    return "harmless" if bad.phase in STORED else "absorbed"
+
+
+def _ignored(report: ReplayReport, place: FirstBad | Divergence) -> bool:
+    """Whether the config has the finding about a place ignored."""
+    return any(
+        finding.ignored
+        and finding.precision in (None, place.precision)
+        and (finding.phase, finding.module) == (place.phase, place.module)
+        for finding in report.findings
+    )
 
 
 def _source(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
@@ -188,18 +202,19 @@ def _are(count: int) -> str:
 
 
 def _clean_with_absorbed(report: ReplayReport, origins: list[FirstBad], ink: Ink) -> str:
-    """Return the verdict where bad values arise and do not last."""
+    """Return the verdict where bad values arise that do not count."""
     lanes = candidates(report)
-    alike: dict[tuple[str, str], list[FirstBad]] = {}
+    alike: dict[tuple[str, str, str], list[FirstBad]] = {}
     for bad in origins:
-        alike.setdefault((_kinds_of(report, bad), _source(report, bad, ink)), []).append(bad)
+        key = (_kinds_of(report, bad), _source(report, bad, ink), _fate(report, bad))
+        alike.setdefault(key, []).append(bad)
     sentences = []
-    for (what, source), group in alike.items():
+    for (what, source, fate), group in alike.items():
         everywhere = len(group) >= len(lanes) and any(bad.precision_related is False for bad in group)
         where = "every precision" if everywhere else joined([spoken(report, bad.precision) for bad in group])
         verb, are = ("appears", "is") if group[0].count == 1 else ("appear", "are")
         comma = "," if ", " in source else ""
-        sentences.append(f"{what} {verb} in {source}{comma} in {where} and {are} absorbed")
+        sentences.append(f"{what} {verb} in {source}{comma} in {where} and {are} {fate}")
     measured = [
         gradient for row in report.gradients for name in lanes if (gradient := row.precisions.get(name)) is not None
     ]
@@ -207,7 +222,7 @@ def _clean_with_absorbed(report: ReplayReport, origins: list[FirstBad], ink: Ink
     tail = "; no parameter gradient is affected" if unharmed else ""
     tried = joined(lanes or [report.reference.upper()], "or")
     return (
-        f"Nothing that lasts goes wrong in {tried}: {'; '.join(sentences)}{tail}. "
+        f"Nothing that counts goes wrong in {tried}: {'; '.join(sentences)}{tail}. "
         "A failure of this batch did not reproduce here."
     )
 

@@ -299,7 +299,7 @@ def test_every_precision_at_fault_is_named_the_worst_first() -> None:
 def test_what_is_absorbed_contradicts_nothing() -> None:
     text = render(absorbed_gradient(), width=400)
     assert text.startswith(
-        "Nothing that lasts goes wrong in fp16 or bf16: 37 NaN appear in the backward pass of pool (Pool), operation "
+        "Nothing that counts goes wrong in fp16 or bf16: 37 NaN appear in the backward pass of pool (Pool), operation "
         "aten.sqrt, in every precision and are absorbed; no parameter gradient is affected."
     )
     (line,) = lines_with(text, "fp16  clean")
@@ -307,6 +307,21 @@ def test_what_is_absorbed_contradicts_nothing() -> None:
     assert "goes bad" not in text
     assert "65,504" not in text
     assert ">>" not in text
+
+
+def test_what_does_not_count_says_why() -> None:
+    report = absorbed_gradient()
+    ignored = Finding(
+        rule="masked-gradient", severity="error", message="x", precision="fp16", phase="backward", module="pool",
+        ignored=True,
+    )  # fmt: skip
+    text = render(dataclasses.replace(report, findings=(ignored,)), width=400)
+    assert "37 NaN appear in the backward pass of pool (Pool), operation aten.sqrt, in fp16 and are ignored by" in text
+    assert "in bf16 and are absorbed" in text
+    drift = two_drifts()
+    results = {name: dataclasses.replace(result, verdict="clean") for name, result in drift.precisions.items()}
+    text = render(dataclasses.replace(drift, verdict="clean", precisions=results), width=400)
+    assert lines_with(text, "fp16  clean", "; only a warning: drifts from FP32 in time (TimeEncoding)")
 
 
 def test_what_leaves_a_backward_stands_between_the_gradients() -> None:
