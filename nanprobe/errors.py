@@ -6,7 +6,17 @@ prints that sentence and nothing else; the Python interface raises the exception
 
 from __future__ import annotations
 
-__all__ = ["IncompleteError", "Interrupted", "NanprobeError", "UsageError"]
+__all__ = ["IncompleteError", "Interrupted", "NanprobeError", "UsageError", "text_of"]
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, "" where it cannot say it: the message of a user's error may itself raise."""
+    try:
+        return str(error)
+    except BaseException as second:
+        if isinstance(second, KeyboardInterrupt):
+            raise
+        return ""
 
 
 class NanprobeError(Exception):

@@ -12,4 +12,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that memory ran out; needs no torch."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    try:
+        return any(sign in str(error) for sign in _SIGNS)
+    except Exception:
+        # An error of the user's own may be unable to say what it is.
+        return False

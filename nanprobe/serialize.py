@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nanprobe.errors import UsageError
-from nanprobe.records import SCHEMA_VERSION, ReplayReport
+from nanprobe.records import SCHEMA_VERSION, SEVERITIES, VERDICTS, ReplayReport
 from nanprobe.scan_records import DiffReport, ScanReport
+from nanprobe.special_file import special_file
 
 __all__ = ["AnyReport", "from_dict", "load_report", "to_dict", "to_json"]
 
@@ -33,6 +34,9 @@ AnyReport = ReplayReport | ScanReport | DiffReport
 
 _RECORDS: dict[str, type] = {"scan-checkpoint": ScanReport, "diff-checkpoints": DiffReport}
 """The record that a command's report is made of; every other command writes a ReplayReport."""
+
+_EXIT_CODES = (0, 1, 2, 3)
+"""What a command can have ended with that wrote a report."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -74,6 +78,7 @@ def from_dict(document: Any, where: str = "the report") -> AnyReport:
         report = cast("AnyReport", _decode(record, document, ""))
         if isinstance(report, ReplayReport):
             _check_references(report)
+        _check_words(report)
     except _Unreadable as error:
         raise UsageError(f"{where} is damaged: {error}. Replay again to write another.") from None
     except RecursionError:
@@ -87,6 +92,9 @@ def load_report(path: str | Path) -> AnyReport:
     Raises UsageError when the file is missing, unreadable, not JSON, or not a report of this ``schema_version``.
     """
     where = str(path)
+    special = special_file(path)
+    if special is not None:
+        raise UsageError(f"{where} is {special}, where a report is expected. {_HOW_TO_WRITE_ONE}")
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -100,11 +108,13 @@ def load_report(path: str | Path) -> AnyReport:
     if not text.strip():
         raise UsageError(f"{where} is empty. {_HOW_TO_WRITE_ONE}")
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{where} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. {_HOW_TO_WRITE_ONE}"
         ) from None
+    except _Unreadable as error:
+        raise UsageError(f"{where} is damaged: {error}. Replay again to write another.") from None
     except RecursionError:
         raise UsageError(f"{where} is not a nanprobe report: it is nested too deeply. {_HOW_TO_WRITE_ONE}") from None
     except ValueError as error:
@@ -193,7 +203,7 @@ def _decode_union(options: tuple[Any, ...], value: Any, at: str) -> Any:
         return None
     rest = [option for option in options if option is not type(None)]
     if int in rest and isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return value if float in rest else _decode_scalar(int, value, at)
     for option in rest[:-1]:
         try:
             return _decode(option, value, at)
@@ -227,6 +237,9 @@ def _decode_scalar(hint: Any, value: Any, at: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        # Every integer of a report is a count, a position or a code.
+        if value < 0:
+            raise _wrong("an integer from 0", value, at)
         return value
     if hint is str and isinstance(value, str):
         return value
@@ -247,6 +260,36 @@ def _check_references(report: ReplayReport) -> None:
     """Refuse a report whose parts name a precision that it does not hold."""
     if report.reference not in report.precisions:
         raise _Unreadable(f"`reference` is {_shown(report.reference)}, which `precisions` does not hold")
+
+
+def _check_words(report: AnyReport) -> None:
+    """Refuse a report with an exit code, a verdict or a severity that there is not: what it says cannot be trusted."""
+    if report.exit_code not in _EXIT_CODES:
+        raise _Unreadable(f"`exit_code` should be one of {', '.join(map(str, _EXIT_CODES))} and is {report.exit_code}")
+    for index, severity in enumerate(finding.severity for finding in report.findings):
+        if severity not in SEVERITIES:
+            raise _unknown(f"findings[{index}].severity", SEVERITIES, severity)
+    if isinstance(report, ReplayReport):
+        for at, verdict in (
+            ("verdict", report.verdict),
+            *((f"precisions.{name}.verdict", result.verdict) for name, result in report.precisions.items()),
+        ):
+            if verdict not in VERDICTS:
+                raise _unknown(at, VERDICTS, verdict)
+
+
+def _unknown(at: str, legal: tuple[str, ...], value: str) -> _Unreadable:
+    return _Unreadable(f"`{_neutral(at)}` should be one of {', '.join(legal)} and is {_shown(value)}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; of a key that stands there twice nobody knows which value was meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Unreadable(f"the key `{_neutral(twice)[:100]}` stands twice in one object")
+    return found
 
 
 def _refuse_constant(name: str) -> Any:

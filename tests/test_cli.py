@@ -256,13 +256,15 @@ def test_files_replace_stdout_unless_it_is_asked_for(engine: Engine, capsys: pyt
     assert main(["replay", "-o", "a.json", "-o", "b.md", "--output", "c.txt"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["nanprobe: wrote a.json", "nanprobe: wrote b.md", "nanprobe: wrote c.txt"]
+    verdict, *wrote = err.splitlines()
+    assert verdict.startswith("nanprobe: fp16 overflows in ")
+    assert wrote == ["nanprobe: wrote a.json", "nanprobe: wrote b.md", "nanprobe: wrote c.txt"]
     assert json.loads(Path("a.json").read_text())["schema_version"] == 1
     assert "|" in Path("b.md").read_text()
     assert "\x1b" not in Path("c.txt").read_text()
     assert sorted(p.name for p in Path().iterdir()) == ["a.json", "b.md", "c.txt", "nanprobe.yaml"]
     main(["replay", "-o", "a.json", "-o", "-"])
-    assert capsys.readouterr().out == Path("c.txt").read_text()
+    assert capsys.readouterr() == (Path("c.txt").read_text(), "nanprobe: wrote a.json\n")
     main(["replay", "-o", "b.md", "--json", "--quiet"])
     out, err = capsys.readouterr()
     assert json.loads(out)["exit_code"] == 1
@@ -414,7 +416,7 @@ def replay_command(config, **options):
     return fp16_overflow()
 stub.replay_command = replay_command
 sys.modules["nanprobe.pipeline"] = stub
-from nanprobe.cli import entry_point
+from nanprobe.__main__ import entry_point
 entry_point()
 """
 

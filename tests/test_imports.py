@@ -23,6 +23,7 @@ ROWS: dict[str, int] = {
     "catalogue": 0,
     "nearest": 0,
     "out_of_memory": 0,
+    "special_file": 0,
     "progress": 0,
     "exit_codes": 0,
     "version": 0,
@@ -73,7 +74,8 @@ RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
 
 TORCH_FREE = {
     "errors", "records", "scan_records", "formats", "catalogue", "nearest", "out_of_memory", "progress", "exit_codes",
-    "version", "config", "serialize", "scan", "render", "report", "scanning", "cli", "_console", "__main__", INTERFACE,
+    "special_file", "version", "config", "serialize", "scan", "render", "report", "scanning", "cli", "_console",
+    "__main__", INTERFACE,
 }  # fmt: skip
 """Rooms that name no torch anywhere in their own files, and reach none while they are imported."""
 

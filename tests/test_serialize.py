@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanprobe.errors import UsageError
-from nanprobe.records import SCHEMA_VERSION, ReplayReport
+from nanprobe.records import SCHEMA_VERSION, SEVERITIES, VERDICTS, ReplayReport
 from nanprobe.serialize import from_dict, load_report, to_dict, to_json
 from tests.render.reports import fp16_overflow
 
@@ -49,14 +49,26 @@ def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(st.text(max_size=6), strategy_for(get_args(hint)[1]), max_size=2)
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
-        return st.builds(hint, **{item.name: strategy_for(hints[item.name]) for item in dataclasses.fields(hint)})
-    return {str: st.text(max_size=6), int: st.integers(), float: FLOATS, bool: st.booleans()}[hint]
+        return st.builds(hint, **{item.name: field_of(item.name, hints) for item in dataclasses.fields(hint)})
+    return {str: st.text(max_size=6), int: st.integers(min_value=0), float: FLOATS, bool: st.booleans()}[hint]
+
+
+WORDS = {
+    "verdict": st.sampled_from(VERDICTS),
+    "severity": st.sampled_from(SEVERITIES),
+    "exit_code": st.sampled_from((0, 1, 2, 3)),
+}
+
+
+def field_of(name: str, hints: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Values of a field, which may have a few legal ones only."""
+    return WORDS[name] if name in WORDS else strategy_for(hints[name])
 
 
 @st.composite
 def reports(draw: st.DrawFn) -> ReplayReport:
     hints = get_type_hints(ReplayReport)
-    values = {item.name: draw(strategy_for(hints[item.name])) for item in dataclasses.fields(ReplayReport)}
+    values = {item.name: draw(field_of(item.name, hints)) for item in dataclasses.fields(ReplayReport)}
     values["schema_version"] = SCHEMA_VERSION
     precision = draw(strategy_for(get_args(hints["precisions"])[1]))
     values["precisions"] = {**values["precisions"], values["reference"]: precision}
@@ -182,6 +194,16 @@ DAMAGE = {
     "null record": (put(None, "coverage"), "`coverage` should be an object and is null"),
     "wrong length": (put(["a"], "first_bad", "between"), "should be a list of 2"),
     "no reference": (put("fp64", "reference"), '`reference` is "fp64", which `precisions` does not hold'),
+    "exit code of no command": (put(999, "exit_code"), "`exit_code` should be one of 0, 1, 2, 3 and is 999"),
+    "negative exit code": (put(-1, "exit_code"), "`exit_code` should be an integer from 0 and is -1"),
+    "unknown verdict": (put("fine", "verdict"), '`verdict` should be one of precision, .* and is "fine"'),
+    "unknown verdict of one": (
+        put("fine", "precisions", "fp16", "verdict"),
+        "`precisions.fp16.verdict` should be one of",
+    ),
+    "unknown severity": (put("fatal", "findings", 0, "severity"), r"`findings\[0\].severity` should be one of error"),
+    "negative count": (put(-4, "modules", 1, "precisions", "fp16", "nan"), "should be an integer from 0 and is -4"),
+    "negative visit": (put(-1, "first_bad", "visit"), "`first_bad.visit` should be an integer from 0"),
     "escape in a key": (put({"\x1b[31m": 1}, "precisions"), r"`precisions.\\x1b\[31m` should be an object"),
 }
 
@@ -207,6 +229,7 @@ FILES = {
     "long integer": (b"[" + b"9" * 10_000 + b"]", "is not strict JSON"),
     "another document": (b'{"version": "2.1.0", "runs": []}', "is not a nanprobe report"),
     "a number": (b"3", "is not a nanprobe report"),
+    "a key twice": (b'{"schema_version": 1, "schema_version": 1}', "is damaged: the key `schema_version` stands twice"),
 }
 
 

@@ -18,6 +18,15 @@ COLORS: tuple[str, ...] = ("auto", "always", "never")
 _DEFAULT_WIDTH = 100
 """Characters per line of a table that is not printed to a terminal."""
 
+_MOST_DIGITS = 5
+"""Digits of a width that is taken for one."""
+
+_LONGEST_WORD = 400
+"""Characters of a name or a value that a message shows: enough for any path that is one."""
+
+_LONGEST_LINE = 2000
+"""Characters of a whole message."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
@@ -52,7 +61,9 @@ def read_terminal(color: str) -> Terminal:
 def _columns() -> int:
     """Return the width that the environment asks for where stdout is no terminal."""
     text = os.environ.get("COLUMNS", "")
-    return int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_WIDTH
+    # Python counts superscripts as digits, and reads no more than some thousands of them.
+    fits = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+    return (int(text) if fits else 0) or _DEFAULT_WIDTH
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -63,9 +74,20 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return text on one line, with control characters (terminal escapes among them) made visible."""
-    flat = " ".join(text.split())
+    """Return text on one line, with control characters (terminal escapes among them) made visible.
+
+    Words beyond 400 characters and lines beyond 2,000 lose their middle.
+    """
+    flat = _cut(" ".join(_cut(word, _LONGEST_WORD) for word in text.split()), _LONGEST_LINE)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in flat)
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return ``text`` without its middle where it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail - 3]}...{text[-tail:]}"
 
 
 def say(text: str) -> None:

@@ -97,6 +97,7 @@ def replay(
             operations=not no_trace,
             show_config=show_config,
             trust_pickle=trust_pickle,
+            debug=debug,
         ),
         outputs,
         started=started,
@@ -155,6 +156,7 @@ def compare_precisions(
             operations=not no_trace,
             show_config=show_config,
             trust_pickle=trust_pickle,
+            debug=debug,
         ),
         outputs,
         started=started,
@@ -245,7 +247,7 @@ def render(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
-    """Show a saved report again in another format, without torch; the exit code is that of the report.
+    """Show a saved report again in another format, without torch; its findings and --fail-on decide the exit code.
 
     Example: nanprobe render report.json --format markdown
     """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from nanprobe._console.files import check_target, write_atomically
-from nanprobe._console.terminal import Terminal, discard_stdout, read_terminal, say, write_stdout
-from nanprobe.errors import IncompleteError, UsageError
+from nanprobe._console.files import check_target, exists, write_atomically
+from nanprobe._console.terminal import Terminal, discard_stdout, one_line, read_terminal, say, write_stdout
+from nanprobe.errors import IncompleteError, NanprobeError, UsageError
 from nanprobe.exit_codes import FAIL_ON, FOUND, OK, verdict_exit_code
 from nanprobe.nearest import suggestion
 from nanprobe.serialize import AnyReport
@@ -53,9 +54,14 @@ class Outputs:
     quiet: bool
     verbose: bool
 
-    def check(self, inputs: Iterable[Path]) -> None:
-        """Raise UsageError when a file cannot be written, or is one of the ``inputs``."""
+    def check(self, inputs: Iterable[Path], *, checkpoints: Iterable[Path] = ()) -> None:
+        """Raise UsageError when a file cannot be written, or is one of the ``inputs`` or a file of a checkpoint."""
         paths = list(inputs)
+        for checkpoint in checkpoints:
+            paths.append(checkpoint)
+            # Only what is there can be replaced, and reading an index takes its time.
+            if any(exists(target) for target, _ in self.files):
+                paths.extend(_files_of(checkpoint))
         for target, _ in self.files:
             check_target(target, paths)
 
@@ -65,18 +71,51 @@ class Outputs:
 
         if report.exit_code in (OK, FOUND):
             report = dataclasses.replace(report, exit_code=verdict_exit_code(report, self.fail_on))
-        self.emit(partial(render, report))
+        self.emit(partial(render, report), told=lambda: _verdict(report))
         return report.exit_code
 
-    def emit(self, text: Text) -> None:
-        """Write and print what ``text`` returns in each of the formats that are asked for."""
+    def emit(self, text: Text, told: Callable[[], str] | None = None) -> None:
+        """Write and print what ``text`` returns in each of the formats that are asked for.
+
+        Where nothing goes to stdout, ``told`` gives a sentence for stderr.
+        """
+        silent = told is None or self.stdout is not None
         for target, format_name in self.files:
             write_atomically(target, text(format_name, verbose=self.verbose))
             if not self.quiet:
-                say(f"nanprobe: wrote {target}")
+                if told is not None and not silent:
+                    # Else the one who reads no file would not learn what it says.
+                    say(f"nanprobe: {one_line(told())}")
+                    silent = True
+                say(f"nanprobe: wrote {one_line(str(target))}")
         if self.stdout is not None:
             terminal = self.terminal
             print_text(text(self.stdout, width=terminal.width, color=terminal.color, verbose=self.verbose))
+
+
+def _files_of(checkpoint: Path) -> list[Path]:
+    """Return the files that a checkpoint is made of, its shards among them; none where it cannot be read."""
+    from nanprobe.checkpoints import index_weights
+
+    try:
+        index = index_weights(checkpoint)
+    except (NanprobeError, OSError, ValueError):
+        # What is wrong with it is told when it is read for its own sake.
+        return []
+    return [Path(file.path) for file in index.files] + [Path(other) for other in index.others]
+
+
+def _verdict(report: AnyReport) -> str:
+    """Return what a report says, in a sentence."""
+    from nanprobe.records import ReplayReport
+    from nanprobe.render.ink import Ink
+    from nanprobe.render.scan_text import diff_headline, scan_headline
+    from nanprobe.render.sentences import headline
+    from nanprobe.scan_records import ScanReport
+
+    if isinstance(report, ReplayReport):
+        return headline(report, Ink())
+    return scan_headline(report, Ink()) if isinstance(report, ScanReport) else diff_headline(report, Ink())
 
 
 def print_text(text: str) -> None:
@@ -118,8 +157,8 @@ def plan_outputs(
             to_stdout = True
             continue
         target = Path(name)
-        if target.resolve() in [known.resolve() for known, _ in files]:
-            raise UsageError(f"-o {name}: named twice")
+        if "\0" in name or os.path.realpath(target) in [os.path.realpath(known) for known, _ in files]:
+            raise UsageError(f"-o {name}: " + ("no file can have this name" if "\0" in name else "named twice"))
         files.append((target, _format_of(target)))
     return Outputs(
         stdout=(chosen or "table") if to_stdout else None,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanprobe._console.bar import ConsoleProgress
+from nanprobe._console.user_code import user_code
 from nanprobe.cli.outputs import Outputs, print_text
 from nanprobe.errors import Interrupted, UsageError
 from nanprobe.exit_codes import OK
 from nanprobe.formats import FORMATS
 from nanprobe.nearest import suggestion
+
+if TYPE_CHECKING:
+    from nanprobe.config import Config
 
 __all__ = ["Flags", "one_precision", "run", "several_precisions"]
 
@@ -39,6 +42,7 @@ class Flags:
     operations: bool
     show_config: bool
     trust_pickle: bool
+    debug: bool = False
 
 
 def one_precision(name: str) -> tuple[str, ...]:
@@ -90,13 +94,12 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
         return OK
     if config.batch is None:
         raise UsageError(f"there is no batch to replay; name one with --batch PATH, or with `batch:` in {source}")
-    specs = (config.checkpoint, config.batch, config.model.transformers)
-    outputs.check([source, *(spec.path for spec in specs if spec is not None)])
+    outputs.check(_inputs(source, config), checkpoints=[config.checkpoint.path] if config.checkpoint else ())
     progress = ConsoleProgress(show=outputs.terminal.stderr, quiet=outputs.quiet)
     try:
         for note in config.notes:
             progress.note(note)
-        with contextlib.redirect_stdout(sys.stderr):
+        with user_code(silent=outputs.quiet and not flags.debug):
             before = time.perf_counter()
             from nanprobe.pipeline import replay_command
 
@@ -107,6 +110,7 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
                 local_error=flags.local_error,
                 operations=flags.operations,
                 trust_pickle=flags.trust_pickle,
+                overrides=_words(flags),
                 progress=progress,
                 started=started,
                 import_seconds=time.perf_counter() - before,
@@ -116,3 +120,38 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
     finally:
         progress.close()
     return outputs.deliver(report)
+
+
+def _inputs(source: Path, config: Config) -> list[Path]:
+    """Return every path that a replay reads from, the checkpoint's aside: a report must not be written there."""
+    specs = (config.batch, config.model.transformers)
+    paths = [source, *(spec.path for spec in specs if spec is not None)]
+    for reference in (config.model.factory, config.loss.factory if config.loss is not None else None):
+        where = (reference or "").rpartition(":")[0]
+        if where.endswith(".py"):
+            paths.append(config.folder / where)
+        elif where:
+            module = config.folder.joinpath(*where.split("."))
+            paths += [module.with_name(f"{module.name}.py"), module / "__init__.py"]
+    return paths
+
+
+def _words(flags: Flags) -> tuple[str, ...]:
+    """Return the flags that beat the config as they are typed, so that a report can say how to run it again."""
+    words: list[str] = []
+    for flag, value in (
+        ("--checkpoint", flags.checkpoint),
+        ("--batch", flags.batch),
+        ("--mode", flags.mode),
+        ("--autocast-policy", flags.autocast_policy),
+        ("--loss-scale", flags.loss_scale),
+        ("--device", flags.device),
+        ("--seed", flags.seed),
+    ):
+        if value is not None:
+            words += [flag, f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)]
+    if flags.backward is not None:
+        words.append("--backward" if flags.backward else "--no-backward")
+    if flags.trust_pickle:
+        words.append("--trust-pickle")
+    return tuple(words)

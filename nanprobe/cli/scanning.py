@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 from nanprobe._console.bar import ConsoleProgress
 from nanprobe._console.files import check_target, write_atomically
 from nanprobe._console.terminal import one_line, say
+from nanprobe._console.user_code import user_code
 from nanprobe.cli.outputs import Outputs
 from nanprobe.errors import Interrupted, UsageError
 
@@ -45,7 +44,8 @@ def run_scan(flags: ScanFlags, outputs: Outputs) -> int:
         raise UsageError("--update-baseline writes the file that --baseline names; add --baseline FILE")
     casts = checked_casts([name.strip() for name in flags.cast.split(",") if name.strip()])
     inputs = [Path(path) for path in flags.paths]
-    outputs.check([*inputs, *([Path(flags.config)] if flags.config else [])])
+    beside = [Path(name) for name in (flags.config, flags.baseline) if name is not None]
+    outputs.check(beside, checkpoints=inputs)
     if flags.update_baseline and flags.baseline is not None:
         check_target(Path(flags.baseline), inputs)
     progress = ConsoleProgress(show=outputs.terminal.stderr, quiet=outputs.quiet)
@@ -57,7 +57,7 @@ def run_scan(flags: ScanFlags, outputs: Outputs) -> int:
             exclude=tuple(flags.exclude),
             baseline=None if flags.update_baseline else flags.baseline,
             check_crc=flags.check_crc,
-            model=_model(flags.config) if flags.config is not None else None,
+            model=_model(flags.config, outputs) if flags.config is not None else None,
             config=flags.config,
         )
         report = scan(flags.paths, options, progress)
@@ -76,12 +76,12 @@ def run_scan(flags: ScanFlags, outputs: Outputs) -> int:
     return outputs.deliver(report)
 
 
-def _model(config_path: str) -> ModelShape:
+def _model(config_path: str, outputs: Outputs) -> ModelShape:
     """Build the model of a config and return its names and shapes; this alone imports torch."""
     from nanprobe.config import load_config
 
     config = load_config(Path(config_path))
-    with contextlib.redirect_stdout(sys.stderr):
+    with user_code(silent=outputs.quiet):
         from nanprobe.inputs.model import build_model
         from nanprobe.scanning import model_shape
 
@@ -92,7 +92,7 @@ def run_diff(a: str, b: str, include: Sequence[str], exclude: Sequence[str], out
     """Compare two checkpoints and deliver the report; return the exit code."""
     from nanprobe.scan.diff import DiffOptions, diff
 
-    outputs.check([Path(a), Path(b)])
+    outputs.check((), checkpoints=[Path(a), Path(b)])
     progress = ConsoleProgress(show=outputs.terminal.stderr, quiet=outputs.quiet)
     try:
         report = diff(a, b, DiffOptions(include=tuple(include), exclude=tuple(exclude)), progress)

@@ -7,8 +7,10 @@ where the value stood.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nanprobe.nearest import nearest
@@ -25,8 +27,10 @@ __all__ = [
     "describe",
     "device",
     "keyword_arguments",
+    "loss_scale",
     "one_of",
     "optional",
+    "path",
     "positive_number",
     "seed",
     "text",
@@ -41,6 +45,9 @@ CALLS = ("auto", "kwargs", "args", "single")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _LARGEST_SEED = 2**64 - 1
 """The largest seed that ``torch.manual_seed`` takes."""
+
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 3.4e38
+"""Loss scales outside of these make nothing but zeros or infinities of any loss in FP32, where scaling is done."""
 
 Check = Callable[[Any], Any]
 
@@ -60,6 +67,8 @@ def describe(value: Any) -> str:
         return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > _LARGEST_SEED.bit_length() * 2:
+        return f"a number of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
     if isinstance(value, int | float):
         return f"the number {value}"
     if isinstance(value, str):
@@ -106,8 +115,35 @@ def positive_number(value: Any) -> float:
     raise Unfit("a finite number above 0", value)
 
 
+def loss_scale(value: Any) -> float:
+    """Check for a number that a loss in FP32 can be multiplied and divided by."""
+    number = positive_number(value)
+    if _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+        return number
+    raise Unfit(f"a number from {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g}", value)
+
+
+def path(value: Any) -> Path:
+    """Check for a path that a file can have."""
+    found = value if isinstance(value, Path) else Path(text(value))
+    try:
+        os.fsencode(found)
+    except UnicodeEncodeError:
+        raise Unfit("a path without lone surrogates", str(found)) from None
+    if "\0" in str(found):
+        raise Unfit("a path without a NUL character", str(found))
+    return found
+
+
 def text(value: Any) -> str:
-    """Check for text that is not empty."""
+    """Check for text that is not empty, without NUL and other characters that no name holds."""
+    if isinstance(value, str) and "\0" in value:
+        raise Unfit("text without a NUL character", value)
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise Unfit("text without lone surrogates", value) from None
     if isinstance(value, str) and value.strip():
         return value
     raise Unfit("text that is not empty" if isinstance(value, str) else "text", value)

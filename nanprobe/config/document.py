@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from nanprobe.errors import UsageError
+from nanprobe.special_file import special_file
 
 __all__ = ["ConfigDumper", "Node", "read_document"]
 
@@ -24,6 +25,15 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
+
+_MOST_BYTES = 4 * 2**20
+"""Bytes of the largest file that is read as a config: people write some kilobytes."""
+
+_MOST_VALUES = 100_000
+"""Values of the largest document, with every alias written out; ten lines of aliases can stand for billions."""
+
+_MOST_DIGITS = 4_000
+"""Digits of the largest integer; Python itself reads some more."""
 
 _RESOLVERS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tag:yaml.org,2002:null", _NULL),
@@ -90,6 +100,7 @@ class _Builder:
     def __init__(self, source: Path) -> None:
         self.source = source
         self.built: dict[int, Node] = {}
+        self.sizes: dict[int, int] = {}
         self.open: set[int] = set()
 
     def fail(self, node: yaml.Node, text: str) -> NoReturn:
@@ -102,6 +113,10 @@ class _Builder:
             self.open.add(id(node))
             self.built[id(node)] = self._build(node)
             self.open.discard(id(node))
+            # The parts are built, and so counted, before the whole.
+            self.sizes[id(node)] = 1 + sum(self.sizes.get(id(part), 1) for part in _parts(node))
+            if self.sizes[id(node)] > _MOST_VALUES:
+                self.fail(node, f"more than {_MOST_VALUES:,} values once its aliases are written out; no config is")
         return self.built[id(node)]
 
     def _build(self, node: yaml.Node) -> Node:
@@ -149,6 +164,8 @@ class _Builder:
             return None
         if kind == "bool" and _BOOL.fullmatch(text):
             return text.lower() == "true"
+        if kind in ("int", "float") and len(text) > _MOST_DIGITS:
+            self.fail(node, f"a number of {len(text):,} digits")
         if kind == "int" and _INT.fullmatch(text):
             digits = text.replace("_", "")
             return int(digits, 0) if "x" in digits or "o" in digits else int(digits)
@@ -157,16 +174,31 @@ class _Builder:
         return self.fail(node, f"the tag `{node.tag}` is not supported here")
 
 
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    """Return the nodes right below a node."""
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
 def read_document(source: Path) -> Node:
     """Read a YAML file into nodes; UsageError, naming file and line, when it cannot be read or is no YAML."""
+    special = special_file(source)
+    if special is not None:
+        raise UsageError(f"{source}: {special}, where a config file is expected")
     try:
-        content = source.read_bytes()
+        with source.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise UsageError(f"{source}: no such config file") from None
     except IsADirectoryError:
         raise UsageError(f"{source}: a folder, where a config file is expected") from None
     except OSError as error:
         raise UsageError(f"{source}: cannot read the config file: {error.strerror or error}") from None
+    except ValueError:
+        raise UsageError(f"{source}: no file can have this name") from None
+    if len(content) > _MOST_BYTES:
+        raise UsageError(f"{source}: larger than {_MOST_BYTES // 2**20} MiB; is this the config file?")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ to it. Relative paths are relative to the config file's folder. A key without a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,10 @@ _NO_STEP = "the optimizer step is not replayed yet, so `{}` has no effect"
 
 def find_config(folder: Path) -> Path:
     """Return the config file of a folder: nanprobe.yaml, else nanprobe.yml; UsageError when there is neither."""
-    for name in CONFIG_NAMES:
-        if (folder / name).is_file():
-            return folder / name
+    there = [folder / name for name in CONFIG_NAMES if os.path.lexists(folder / name)]
+    if there:
+        # A folder or a broken link of that name is reported for what it is when it is read.
+        return next((path for path in there if path.is_file()), there[0])
     where = "the current folder" if folder == Path() else str(folder)
     raise UsageError(f"no {' or '.join(CONFIG_NAMES)} in {where}; name a config file with --config FILE")
 
@@ -238,7 +240,11 @@ class _Reader:
         for position, item in enumerate(node.value):
             section = self.section(item, f"ignore[{position}]", ("module", "mechanism", "why"))
             if not {"module", "mechanism"} & set(section.nodes):
-                self.fail(item.line, f"`{section.name}` would ignore everything; give a `module` or a `mechanism`")
+                self.fail(
+                    item.line,
+                    f"`{section.name}` would ignore everything; give a `module` or a `mechanism`, as in "
+                    "{module: encoder.*, mechanism: overflow, why: known since the last release}",
+                )
             rule = IgnoreRule(
                 module=self.take(section, "module", _any_text, "*"),
                 mechanism=self.take(section, "mechanism", mechanism_pattern, "*"),

@@ -56,12 +56,6 @@ def _validate(owner: object, rules: Mapping[str, Check]) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _path(value: Any) -> Path:
-    if isinstance(value, Path):
-        return value
-    return Path(checks.text(value))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec:
     """A model of the transformers library: ``path`` is a folder or a ``config.json``, ``class_`` the class's name."""
@@ -72,7 +66,7 @@ class TransformersSpec:
     given: str = ""
 
     def __post_init__(self) -> None:
-        _validate(self, {"path": _path, "class_": checks.text, "kwargs": checks.keyword_arguments})
+        _validate(self, {"path": checks.path, "class_": checks.text, "kwargs": checks.keyword_arguments})
         object.__setattr__(self, "given", self.given or str(self.path))
 
 
@@ -106,7 +100,7 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         rules: dict[str, Check] = {
-            "path": _path,
+            "path": checks.path,
             "key": checks.optional(checks.text),
             "strip_prefix": checks.optional(checks.text),
             "strict": checks.boolean,
@@ -130,7 +124,7 @@ class BatchSpec:
 
     def __post_init__(self) -> None:
         rules: dict[str, Check] = {
-            "path": _path,
+            "path": checks.path,
             "key": checks.optional(checks.text),
             "call": checks.one_of(*checks.CALLS),
             "dim": checks.any_int,
@@ -197,7 +191,7 @@ SETTING_CHECKS: Mapping[str, Check] = {
     "attention": checks.one_of(*checks.ATTENTIONS),
     "train": checks.optional(checks.boolean),
     "backward": checks.optional(checks.boolean),
-    "loss_scale": checks.optional(checks.positive_number),
+    "loss_scale": checks.optional(checks.loss_scale),
     "keep_fp32": checks.texts,
     "clip_grad_norm": checks.optional(checks.positive_number),
     "seed": checks.seed,

@@ -7,6 +7,7 @@ A file is judged by its content; its name only breaks ties. Nothing in it is exe
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import re
 import warnings
@@ -23,7 +24,9 @@ from nanprobe.errors import UsageError
 from nanprobe.inputs.bundle import Bundle, is_bundle, open_bundle
 from nanprobe.inputs.factories import import_folder, one_line
 from nanprobe.nearest import suggestion
+from nanprobe.numerics.tree import named_tensors
 from nanprobe.out_of_memory import is_out_of_memory
+from nanprobe.special_file import special_file
 
 __all__ = ["LoadedBatch", "load_batch"]
 
@@ -50,15 +53,40 @@ def load_batch(spec: BatchSpec, *, trust_pickle: bool = False, folder: Path | No
     """
     path = spec.path
     value: Any
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _inside_bundle(path)
+    special = special_file(path)
+    if special is not None:
+        raise UsageError(f"batch: {path}: {special}, where a file is expected")
     value = _read(path, trust_pickle, folder)
     bundle = None
     if is_bundle(value):
         bundle, value = open_bundle(value, path)
     if spec.key is not None:
         value = _pick(value, spec.key, path)
+    _check_tensors(value, spec.dim, path)
     return LoadedBatch(value=value, bundle=bundle)
+
+
+def _check_tensors(value: Any, dim: int, path: Path) -> None:
+    """Refuse a batch without values, and a batch dimension that it does not have."""
+    ranks = []
+    for name, tensor in named_tensors(value):
+        if tensor.is_meta:
+            what = f"`{name}`" if name else "the tensor"
+            raise UsageError(
+                f"batch: {path}: {what} is on the meta device and holds no values; save it from a real one"
+            )
+        ranks.append(tensor.dim())
+    if dim == 0 or not ranks:
+        return
+    # Counted from the end a dimension must be there in every tensor, else it would mean another one in each.
+    reach = max(ranks) - 1 if dim > 0 else min(ranks)
+    if dim > reach if dim > 0 else -dim > reach:
+        raise UsageError(
+            f"batch: {path}: `dim: {dim}` is beyond its tensors: "
+            + (f"the largest has {max(ranks)} dimensions" if dim > 0 else f"the smallest has {min(ranks)} dimensions")
+        )
 
 
 def _inside_bundle(folder: Path) -> Path:

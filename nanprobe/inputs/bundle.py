@@ -42,10 +42,10 @@ def is_bundle(value: Any) -> bool:
 
 def open_bundle(value: Mapping[str, Any], path: Path) -> tuple[Bundle, Any]:
     """Return a bundle's state and its batch; UsageError naming the file when the bundle is not as it should be."""
-    if value[_MARK] != BUNDLE_VERSION:
-        raise UsageError(
-            f"batch: {path} is a bundle of version {value[_MARK]!r}, this nanprobe reads version {BUNDLE_VERSION}"
-        )
+    version = value[_MARK]
+    if type(version) is not int or version != BUNDLE_VERSION:
+        shown = str(version)[:40] if isinstance(version, int | float | str) else f"a {type(version).__name__}"
+        raise UsageError(f"batch: {path} is a bundle of version {shown}, this nanprobe reads version {BUNDLE_VERSION}")
     if "batch" not in value:
         raise UsageError(f"batch: {path} is a bundle without a `batch`")
     for key in ("rng", "amp"):

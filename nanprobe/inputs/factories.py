@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -20,9 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from nanprobe.errors import NanprobeError, UsageError
+from nanprobe.errors import NanprobeError, UsageError, text_of
 from nanprobe.nearest import suggestion
 from nanprobe.out_of_memory import is_out_of_memory
+from nanprobe.special_file import special_file
 
 __all__ = ["call_factory", "import_folder", "one_line", "raised_in_user_code", "resolve"]
 
@@ -40,8 +42,12 @@ _file_stamps: dict[str, tuple[int, int]] = {}
 
 @contextlib.contextmanager
 def import_folder(folder: Path) -> Iterator[None]:
-    """Put ``folder`` first on ``sys.path`` for the body's duration; what comes from it is remembered as its own."""
+    """Put ``folder`` first on ``sys.path`` for the body's duration; what comes from it is remembered as its own.
+
+    Code that changes the working directory finds it changed only until the end of the body.
+    """
     folder = folder.resolve()
+    here = _here()
     for name, other in list(_from_folder.items()):
         if other != folder:
             sys.modules.pop(name, None)
@@ -53,12 +59,23 @@ def import_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if here is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(here)
         with contextlib.suppress(ValueError):
             sys.path.remove(entry)
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
             if file and Path(file).resolve().is_relative_to(folder) and not _in_library(file) and not _ours(file):
                 _from_folder[name] = folder
+
+
+def _here() -> str | None:
+    """Return the working directory, None where it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def resolve(reference: str, folder: Path, key: str) -> Any:
@@ -74,7 +91,7 @@ def resolve(reference: str, folder: Path, key: str) -> Any:
     found: Any = module
     walked, joint = where, ":"
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not _has(found, part):
             public = [candidate for candidate in dir(found) if not candidate.startswith("_")]
             raise UsageError(f"`{key}`: {walked} has no `{part}`; {suggestion(part, public)}")
         found = getattr(found, part)
@@ -82,10 +99,20 @@ def resolve(reference: str, folder: Path, key: str) -> Any:
     return found
 
 
+def _has(owner: Any, name: str) -> bool:
+    try:
+        return hasattr(owner, name)
+    except Exception:
+        # A module's own __getattr__ may raise anything.
+        return False
+
+
 def _import_file(where: str, folder: Path, key: str) -> ModuleType:
-    path = (folder / where).resolve()
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "no such file"
+    path = Path(os.path.realpath(folder / where))
+    if not os.path.isfile(path):
+        what = f"is {special_file(path)}" if special_file(path) else "no such file"
+        if os.path.isdir(path):
+            what = "is a folder"
         raise UsageError(f"`{key}`: {folder / where}: {what}")
     status = path.stat()
     stamp = (status.st_mtime_ns, status.st_size)
@@ -178,9 +205,9 @@ def _reraise(error: BaseException, doing: str) -> NoReturn:
 def one_line(error: BaseException, limit: int = 400) -> str:
     """Return type and message of an error on one line of at most ``limit`` characters."""
     name = type(error).__name__
-    text = " ".join(str(error).split())
-    if isinstance(error, KeyError) and len(error.args) == 1:
-        text = f"no key {error.args[0]!r}"
+    text = " ".join(text_of(error).split())
+    if type(error) is KeyError and len(error.args) == 1 and text:
+        text = f"no key {text}"
     whole = f"{name}: {text}" if text else name
     return whole if len(whole) <= limit else whole[: limit - 3] + "..."
 

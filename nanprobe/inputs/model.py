@@ -7,6 +7,7 @@ numbers does not shift the weights. Weights of a checkpoint are loaded elsewhere
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,31 @@ def build_model(spec: ModelSpec, folder: Path, seed: int, *, with_weights: bool 
         model = call_factory(target, spec.kwargs, "model.factory", spec.factory)
     if not isinstance(model, nn.Module):
         raise UsageError(f"`model.factory`: {spec.factory} returned {_kind(model)}, expected a torch.nn.Module")
+    unfinished = _unfinished(model)
+    if unfinished is not None:
+        raise UsageError(
+            f"`model.factory`: {spec.factory} returned a model whose class {unfinished} does not call "
+            "super().__init__() in its __init__"
+        )
     return model
+
+
+def _unfinished(model: nn.Module) -> str | None:
+    """Return the class of a module in the model that was never set up by ``nn.Module``, None when all were."""
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        children = vars(module).get("_modules")
+        if children is None:
+            # TorchScript keeps its modules elsewhere; whatever answers is set up.
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            return type(module).__name__
+        for child in children.values():
+            if isinstance(child, nn.Module) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return None
 
 
 def _kind(value: Any) -> str:
@@ -57,7 +82,7 @@ def _kind(value: Any) -> str:
 
 def _from_transformers(spec: TransformersSpec, seed: int, with_weights: bool) -> nn.Module:
     key = "model.transformers"
-    if not spec.path.exists():
+    if not os.path.exists(spec.path):
         raise UsageError(f"`{key}.path`: {spec.path}: no such folder or file")
     if spec.path.is_dir() and not (spec.path / "config.json").is_file():
         raise UsageError(f"`{key}.path`: {spec.path}: there is no config.json in this folder")

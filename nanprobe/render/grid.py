@@ -62,7 +62,7 @@ def fitting_grid(report: ReplayReport, shown: Sequence[Shown], width: int) -> Gr
     marks = [item.mark for item in shown]
     names = [neutral(module_cell(item.row)) for item in shown]
     wanted = min(max(len(name) for name in names), _COMFORTABLE_NAME)
-    with_local = has_local(report)
+    with_local = has_local(item.row for item in shown)
     for layout in LAYOUTS:
         if layout.local and not with_local:
             continue
