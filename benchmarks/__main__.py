@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("startup", "lockstep", "planted", "scan", "half_products", "memory")
+NAMES = ("startup", "lockstep", "planted", "scan", "half_products", "tolerances", "memory")
 
 
 def main(names: list[str]) -> None:

@@ -75,6 +75,10 @@ def _total(report: Report, precision: str) -> float:
     return math.sqrt(error / size) if size else 0.0
 
 
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 or value == 0 else "<0.01"
+
+
 def _cases(seed: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
     for name, build in FAMILIES.items():
         torch.manual_seed(seed)
@@ -103,8 +107,8 @@ def main(arguments: list[str]) -> None:
     print("|---|---|---:|---:|---:|---:|---:|")
     for (name, precision), worst in table.items():
         print(
-            f"| {name} | {precision} | {worst.forward:.1f} | {worst.forward_ratio:.2f} | {worst.backward:.2f} "
-            f"| {worst.gradient:.2f} | {worst.gradient_ratio:.2f} |"
+            f"| {name} | {precision} | {worst.forward:.1f} | {_ratio(worst.forward_ratio)} | {worst.backward:.2f} "
+            f"| {worst.gradient:.2f} | {_ratio(worst.gradient_ratio)} |"
         )
     found = sum(worst.findings for worst in table.values())
     print(f"\n{len(table) * len(SEEDS) * 2} lanes, {found} findings")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from nanprobe.config import Config, Settings
 from nanprobe.diagnose.before import StoredFault, stored_faults
 from nanprobe.diagnose.findings import apply_ignores, findings
 from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
+from nanprobe.diagnose.noise import not_deterministic, unsettled, without_noise, worth_repeating
 from nanprobe.diagnose.operation import (
     diverging_place,
     needs_earlier,
@@ -49,6 +50,7 @@ from nanprobe.lanes.run import (
     has_compiled_parts,
     largest_loss_scale,
     output_holds_loss,
+    reference_noise,
     replay_lanes,
 )
 from nanprobe.lanes.spec import LaneFailure, LossFunction, ReplaySpec, batch_size_of
@@ -104,18 +106,22 @@ def replay_command(
     local_error: bool = True,
     operations: bool = True,
     trust_pickle: bool = False,
+    overrides: Sequence[str] = (),
     progress: Progress = SILENT,
     started: float | None = None,
     import_seconds: float = 0.0,
 ) -> ReplayReport:
-    """Load what ``config`` names and replay it: the commands ``replay`` and ``compare-precisions``."""
+    """Load what ``config`` names and replay it: the commands ``replay`` and ``compare-precisions``.
+
+    ``overrides`` are the words of the command line that beat the config file; the report keeps them.
+    """
     started = time.perf_counter() if started is None else started
     progress.stage("load")
     began = time.perf_counter()
     subject = _load(config, trust_pickle=trust_pickle)
     timings = {"import": import_seconds, "load": time.perf_counter() - began}
     return run_replay(
-        replace(subject, timings=timings),
+        replace(subject, timings=timings, described={**subject.described, "overrides": list(overrides)}),
         config.settings,
         command=command,
         precisions=precisions,
@@ -143,11 +149,17 @@ def _load(config: Config, *, trust_pickle: bool) -> Subject:
     weights: Weights | None = None
     spec = config.checkpoint
     if spec is not None:
+        # Mapped again later, when the model's code may have gone to another folder.
+        fixed = spec.path.absolute()
 
         def weights() -> Mapping[str, torch.Tensor]:
-            return read_state_dict(spec.path, key=spec.key, strip_prefix=spec.strip_prefix)
+            return read_state_dict(fixed, key=spec.key, strip_prefix=spec.strip_prefix)
 
-        result = load_into(model, weights(), strict=spec.strict)
+        result = load_into(
+            model,
+            read_state_dict(spec.path, key=spec.key, strip_prefix=spec.strip_prefix),
+            strict=spec.strict,
+        )
         notes.extend(result.notes)
         described["checkpoint"] = {"path": spec.given, "digest": content_digest(spec.path)}
         if result.missing or result.unexpected:
@@ -234,6 +246,14 @@ def run_replay(
         for name, lane in ((reference, trace.reference), *trace.lanes.items())
     }
     timings["diagnose"] = time.perf_counter() - began
+    noise = None
+    settled = diagnoses
+    if worth_repeating(diagnoses):
+        began = time.perf_counter()
+        noise = reference_noise(spec)
+        if noise:
+            diagnoses = {name: without_noise(diagnosis, noise) for name, diagnosis in diagnoses.items()}
+        timings["repeat"] = time.perf_counter() - began
     if operations:
         began = time.perf_counter()
         lanes = {reference: trace.reference, **trace.lanes}
@@ -242,8 +262,10 @@ def run_replay(
             for name, diagnosis in diagnoses.items()
         }
         timings["trace"] = time.perf_counter() - began
-    found = apply_ignores(findings(trace, diagnoses), settings.ignore)
-    results = precision_results(trace, diagnoses, found)
+    doubts = (not_deterministic(reference, noise),) if noise else ()
+    found = apply_ignores((*findings(trace, diagnoses), *doubts), settings.ignore)
+    lost = frozenset(n for n, d in settled.items() if d.divergence is not None and diagnoses[n].divergence is None)
+    results = unsettled(precision_results(trace, diagnoses, found), lost)
     for lane in (trace.reference, *trace.lanes.values()):
         timings[f"lane {lane.precision}"] = lane.seconds - lane.measuring_seconds
     timings["compare"] = sum(lane.measuring_seconds for lane in (trace.reference, *trace.lanes.values()))

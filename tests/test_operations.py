@@ -158,14 +158,26 @@ def test_the_norm_that_collapses_says_that_its_own_code_absorbs_the_inf() -> Non
     assert bad.reference_absmax > 65504
 
 
-def test_a_leaf_names_its_product() -> None:
+def test_a_weight_that_autocast_turns_into_inf_is_the_weights_fault() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with torch.no_grad():
         model[1].weight.mul_(1e6)
     bad = nanprobe.replay(model, torch.randn(3, 16), dtype="fp16").first_bad
     assert bad is not None
-    assert (bad.module, bad.op, bad.mechanism) == ("1", "aten._to_copy", "overflow")
+    assert (bad.phase, bad.module, bad.parameter) == ("parameter", "1", "1.weight")
+    assert (bad.op, bad.mechanism) == ("aten._to_copy", "overflow")
+
+
+def test_a_leaf_names_its_product() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        model[0].weight.mul_(1e3)
+        model[1].weight.mul_(1e3)
+    bad = nanprobe.replay(model, torch.randn(3, 16), dtype="fp16").first_bad
+    assert bad is not None
+    assert (bad.module, bad.op, bad.mechanism) == ("1", "aten.addmm", "overflow")
 
 
 def test_a_cast_at_the_door_of_a_layer() -> None:
@@ -202,6 +214,17 @@ BACKWARD: dict[str, tuple[Code, str, str]] = {
         "masked-gradient",
     ),
 }
+
+
+def test_an_eps_that_is_zero_shows_in_backward() -> None:
+    def code(y: Tensor) -> Tensor:
+        return y + torch.sqrt((y - y).pow(2).sum(-1, keepdim=True) + 1e-8)
+
+    bad = diagnosed(code, loss=lambda output, _: output.float().mean(), loss_scale=8192).first_bad
+    assert bad is not None
+    assert (bad.phase, bad.module, bad.op, bad.mechanism) == ("backward", "core", "aten.sqrt", "underflow")
+    assert bad.precision_related
+    assert {remedy.kind for remedy in bad.remedies} == {"raise-eps", "keep-fp32"}
 
 
 @pytest.mark.parametrize("name", BACKWARD)

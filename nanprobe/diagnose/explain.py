@@ -85,7 +85,14 @@ def explain_divergence(origin: Origin, lane: LaneTrace, trace: Trace) -> str:
     fact = origin.fact
     assert fact is not None
     name = trace.reference.precision.upper()
-    if not origin.own_code:
+    here = lane.measures.get(("forward", fact.module, fact.visit))
+    local = here.local_error if here is not None else None
+    if not origin.own_code and local is not None and fact.output_error and local <= 0.25 * fact.output_error:
+        text = (
+            f"Given {name}'s own inputs it agrees (error {local:.2g}): what it amplifies is the rounding of its inputs"
+        )
+        text += f" (error {fact.input_error:.2g})." if fact.input_error is not None else "."
+    elif not origin.own_code:
         text = f"Its inputs agree with {name}'s, its {lane.precision} output does not."
     else:
         before, after = origin.between or (None, None)
@@ -94,7 +101,6 @@ def explain_divergence(origin: Origin, lane: LaneTrace, trace: Trace) -> str:
         text = f"The children of {place} agree with {name}; its own code{' ' + span if span else ''} does not."
     if origin.seen is not None:
         return text
-    here = lane.measures.get(("forward", fact.module, fact.visit))
     there = trace.reference.measures.get(("forward", fact.module, fact.visit))
     if here is not None and there is not None and here.elements and here.zero - there.zero >= here.elements / 10:
         text += f" {here.zero:,} of its {here.elements:,} values are zero; in {name} {there.zero:,} are."

@@ -11,7 +11,7 @@ from nanprobe.config import IgnoreRule
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.diagnose.underflow import gradient_underflow
 from nanprobe.lanes.trace import LaneTrace, Trace
-from nanprobe.records import Divergence, Finding, FirstBad
+from nanprobe.records import Divergence, Finding, FirstBad, Remedy
 
 __all__ = ["apply_ignores", "findings"]
 
@@ -167,7 +167,15 @@ def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
             "tolerance": divergence.tolerance,
             "between": list(divergence.between) if divergence.between is not None else None,
         },
+        remedies=_for_divergence(divergence) if mechanism not in ("routing-flip", "gradient-underflow") else (),
     )
+
+
+def _for_divergence(divergence: Divergence) -> tuple[Remedy, ...]:
+    if divergence.module is None or divergence.phase != "forward":
+        return ()
+    text = f'Keep {divergence.module or "the model"} in FP32 (keep_fp32: ["{divergence.module}"])'
+    return (Remedy(kind="keep-fp32", modules=(divergence.module,), text=text),)
 
 
 def _flips(lane: LaneTrace) -> list[Finding]:

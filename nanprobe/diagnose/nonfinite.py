@@ -215,7 +215,8 @@ def _in_backward(trace: Trace, lane: LaneTrace) -> FirstBad | None:
     origin = lane.backward_origin
     if origin is None or not (bad_parameters(lane) or any(_row_is_bad(lane, p) for p in lane.measures)):
         return None
-    fails_too = trace.reference.backward_origin is not None
+    reference = trace.reference
+    fails_too = reference.backward_origin is not None or bool(bad_parameters(reference))
     mechanism = _backward_mechanism(origin, lane, fails_too=fails_too)
     detail = origin.detail
     return FirstBad(

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
-from nanprobe.formats import by_dtype
+from nanprobe.formats import by_dtype, by_name
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, OperationFact
-from nanprobe.records import FirstBad
+from nanprobe.records import FirstBad, Remedy
 
 __all__ = ["diverging_place", "needs_earlier", "places_to_trace", "with_drift", "with_operations"]
 
@@ -163,11 +163,74 @@ def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
     mechanism = bad.mechanism
     if mechanism is None and origin.op.removeprefix("aten.") in _WITH_DOMAINS:
         mechanism = "domain-error"
-    return dataclasses.replace(bad, op=origin.op, mechanism=mechanism)
+    if origin.op == "aten.sqrt" and bad.precision_related and mechanism in (None, "overflow", "domain-error"):
+        # Even at the smallest subnormal the derivative of a root is small; Inf means that the root itself was zero.
+        mechanism = "underflow"
+    name = by_name(bad.precision)
+    text = bad.explanation
+    if mechanism == "underflow":
+        text += (
+            f" The root was taken of a value that is zero in {bad.precision} and not in FP32: it, or the eps added to "
+            f"it, is below {name.smallest_subnormal:.2g}."
+        )
+    return _offered(dataclasses.replace(bad, op=origin.op, mechanism=mechanism, explanation=text))
+
+
+def _cast_parameter(bad: FirstBad, fact: OperationFact) -> FirstBad:
+    """Return the fault of a weight that autocast turns into Inf on its way into a product."""
+    assert fact.parameter is not None
+    limit = f", {bad.precision} ends at {bad.limit:.5g}" if bad.limit is not None else ""
+    return dataclasses.replace(
+        bad,
+        phase="parameter",
+        parameter=fact.parameter,
+        module=fact.parameter.rpartition(".")[0],
+        op=fact.op,
+        mechanism="overflow",
+        count=fact.count,
+        elements=fact.elements,
+        index=None,
+        samples=None,
+        between=None,
+        input_absmax=None,
+        reference_absmax=fact.exact_absmax,
+        explanation=(
+            f"The weight itself is beyond the format: cast for the product, {fact.count:,} of {fact.elements:,} "
+            f"elements of {fact.parameter} become Inf; it reaches {fact.exact_absmax:.4g}{limit}."
+        ),
+    )
+
+
+_ADVICE: Mapping[str, tuple[str, str]] = {
+    "masked-gradient": (
+        "rewrite",
+        "Give the branch that is not taken a safe input before it is computed, as in where(ok, f(where(ok, x, 1)), 0)",
+    ),
+    "domain-error": ("rewrite", "Keep the argument away from the edge of the domain: clamp it, or add an eps inside"),
+    "underflow": ("raise-eps", "Use an eps that the format can hold, and put it where the value is still in FP32"),
+    "masked-row": ("fix-mask", "Leave every row of the mask an unmasked entry, or zero those rows after the softmax"),
+    "empty-reduction": ("rewrite", "Guard the reduction: clamp the number of elements that it divides by to 1"),
+    "unrepresentable-constant": ("rewrite", "Take the literal from torch.finfo(x.dtype), or mask with masked_fill"),
+    "invalid-operation": ("rewrite", "Select with where or masked_fill instead of multiplying or adding an Inf"),
+}
+"""What usually helps against a mechanism whatever the module: the kind of remedy and its text."""
+
+
+def _offered(bad: FirstBad) -> FirstBad:
+    advice = _ADVICE.get(bad.mechanism or "")
+    if advice is None or any(remedy.kind == advice[0] for remedy in bad.remedies):
+        return bad
+    remedies = [Remedy(kind=advice[0], text=advice[1]), *bad.remedies]
+    if bad.precision_related and bad.module is not None and not any(r.kind == "keep-fp32" for r in remedies):
+        text = f'Keep {bad.module or "the model"} in FP32 (keep_fp32: ["{bad.module}"])'
+        remedies.append(Remedy(kind="keep-fp32", modules=(bad.module,), text=text))
+    return dataclasses.replace(bad, remedies=tuple(remedies))
 
 
 def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
-    return dataclasses.replace(
+    if fact.parameter is not None and bad.precision_related and fact.exact_absmax is not None:
+        return _cast_parameter(bad, fact)
+    refined = dataclasses.replace(
         bad,
         op=fact.op,
         mechanism=_mechanism(bad, fact) or bad.mechanism,
@@ -175,6 +238,7 @@ def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
         reference_absmax=fact.exact_absmax if bad.reference_absmax is None else bad.reference_absmax,
         explanation=f"{bad.explanation} {_sentence(fact)}".strip(),
     )
+    return _offered(refined)
 
 
 def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:

@@ -98,6 +98,7 @@ class NodeWatch:
                 gradient,
                 batch_size=None if of_parameter else self._batch_size,
                 batch_dim=self._batch_dim,
+                gradient=True,
             ),
             masked=_zero_where_bad(gradient, given),
         )

@@ -12,9 +12,26 @@ import threading
 import time
 from collections.abc import Callable
 
+from nanprobe.errors import IncompleteError
 from nanprobe.lanes.process_state import ProcessState
 
 __all__ = ["LaneAborted", "LaneThread"]
+
+_PATIENCE = 5.0
+"""Seconds between two looks at a lane that does not come back."""
+
+_STUCK_AFTER = 60.0
+"""Seconds without any use of the processor after which a lane counts as stuck."""
+
+
+def _processor_seconds(thread: threading.Thread) -> float | None:
+    """Return the processor time that a thread has used, None where the system does not tell."""
+    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except OSError:
+        return None
 
 
 class LaneAborted(BaseException):
@@ -36,6 +53,8 @@ class LaneThread:
         self._body = body
         self._state = state
         self._abort = False
+        self._used: float | None = None
+        self._idle = 0.0
         self._go = threading.Lock()
         self._back = threading.Lock()
         self._go.acquire()
@@ -66,10 +85,25 @@ class LaneThread:
         began = time.perf_counter()
         try:
             self._go.release()
-            self._back.acquire()
+            while not self._back.acquire(timeout=_PATIENCE):
+                self._check_alive()
         finally:
             self.seconds += time.perf_counter() - began
             self._state.save()
+
+    def _check_alive(self) -> None:
+        """Raise IncompleteError when the lane has used no processor time for a while: it waits for another lane.
+
+        A lane that holds a lock while it calls a module stops there with the lock held, and the next one waits for it.
+        """
+        used = _processor_seconds(self._thread)
+        self._idle = self._idle + _PATIENCE if used is not None and used == self._used else 0.0
+        self._used = used
+        if self._idle >= _STUCK_AFTER:
+            raise IncompleteError(
+                f"the {self.name} lane has done nothing for {_STUCK_AFTER:.0f} s: it waits for a lock that another "
+                "lane holds while it calls a module, or for something outside; replay the model without that lock"
+            )
 
     def pause(self) -> None:
         """Hand the baton back and wait for it. Called inside the lane; raises LaneAborted when the lane must end."""

@@ -13,6 +13,7 @@ import torch
 
 from nanprobe.errors import UsageError
 from nanprobe.lanes.attention import written_out_here
+from nanprobe.lanes.backward import NodeWatch
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.frames import LaneSettings
@@ -26,7 +27,7 @@ from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
 from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
-from nanprobe.numerics.tree import map_tensors
+from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.records import Gradient
 
 __all__ = ["LaneRun"]
@@ -40,6 +41,7 @@ class LaneRun:
         self.precision = precision
         self.is_reference = is_reference
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.kept_outputs: list[torch.Tensor] | None = None
         self.loss: float | None = None
         self.loss_found = False
         self.backward_ran = False
@@ -123,12 +125,22 @@ class LaneRun:
         )
         with self.observer, autocast:
             output = lane.copied.model(*args, **kwargs)
+            if self.kept_outputs is not None:
+                self.kept_outputs.extend(t.detach().clone() for _, t in named_tensors(output))
             lane.phase = "loss"
             loss = self._take_loss(output, batch)
         if loss is None and self.lane.observing:
             self.bad_only_where_masked = bad_only_where_masked(output, batch)
         self.call = ((), {})
         return loss
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Run forward alone, unobserved, and return copies of the tensors in the model's output."""
+        kept: list[torch.Tensor] = []
+        self.kept_outputs = kept
+        with self._context():
+            self._forward()
+        return kept
 
     def finds_loss(self) -> bool:
         """Run forward alone, unobserved, and tell whether its output holds a loss."""
@@ -158,7 +170,7 @@ class LaneRun:
 
     def find_operations(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OperationFact]:
         """Run forward alone and return, by place, the operation that first made something bad of good operands."""
-        watch = OperationWatch()
+        watch = OperationWatch({id(p): name for name, p in self.lane.copied.model.named_parameters()})
         self.lane.operations, self.lane.places = watch, frozenset(places)
         with self._context():
             self._forward()
@@ -191,7 +203,19 @@ class LaneRun:
             origin = self.lane.watch.origin
             if origin is None or not is_scaled:
                 return origin
-            return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0))
+            return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0) and self._good_unscaled(loss))
+
+    def _good_unscaled(self, loss: torch.Tensor) -> bool:
+        """Whether no autograd node makes a good gradient bad at loss scale 1, those that are absorbed included."""
+        watch = NodeWatch(None, 0)
+        removers = watch.watch(loss)
+        try:
+            with self._observed_if_needed():
+                _backward(self._scaled(loss, 1.0), retain_graph=True)
+        finally:
+            for remove in removers:
+                remove()
+        return watch.origin is None
 
     def _observed_if_needed(self) -> contextlib.AbstractContextManager[Any]:
         return self.observer if self.observer.needed_in_backward else contextlib.nullcontext()

@@ -75,7 +75,11 @@ class GradientRecorder:
         builder.add(part, gradient, stats, diff)
         if stats.bad and builder.detail is None:
             builder.detail = bad_detail(
-                part, gradient, batch_size=lane.settings.batch_size, batch_dim=lane.settings.batch_dim
+                part,
+                gradient,
+                batch_size=lane.settings.batch_size,
+                batch_dim=lane.settings.batch_dim,
+                gradient=True,
             )
         lane.measuring_seconds += time.perf_counter() - began
         if lane.is_reference:

@@ -33,13 +33,14 @@ def bad_detail(
     batch_size: int | None = None,
     batch_dim: int = 0,
     input_absmax: float | None = None,
+    gradient: bool = False,
 ) -> BadDetail | None:
     """Describe the non-finite elements of ``tensor``; None when it has none.
 
-    A -Inf that the reference has in the same place, or that stands for a mask's fill there, is not counted unless there
-    is nothing else. ``reference_absmax`` is the largest finite magnitude that the reference holds at the counted
-    elements. Samples are positions along ``batch_dim``; where that dimension is k x ``batch_size`` long, row r belongs
-    to sample r // k.
+    A -Inf that the reference has in the same place, or that stands for a mask's fill there, is not counted unless
+    there is nothing else; in a ``gradient`` every -Inf counts. ``reference_absmax`` is the largest finite magnitude
+    that the reference holds at the counted elements. Samples are positions along ``batch_dim``; where that
+    dimension is k x ``batch_size`` long, row r belongs to sample r // k.
     """
     values = tensor.detach()
     if values.is_nested or values.layout is not torch.strided or values.is_quantized:
@@ -51,7 +52,7 @@ def bad_detail(
         exact = reference.detach()
         exact = torch.view_as_real(exact).sum(dim=-1) if exact.is_complex() else exact
     bad = ~torch.isfinite(values)
-    masked = torch.isneginf(values)
+    masked = torch.isneginf(values) if not gradient else torch.zeros_like(bad)
     if exact is not None:
         masked = masked & (torch.isneginf(exact) | (exact <= mask_fill(exact.dtype)))
     counted = bad & ~masked

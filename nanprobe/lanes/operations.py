@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,9 +39,11 @@ _MAX_EXACT = 1 << 26
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
     """Looks at every operation while the place that :meth:`inside` names is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        """``parameters`` names parameters by the identity of their tensors."""
         super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self.found: dict[tuple[str, int], OperationFact] = {}
+        self._parameters = parameters
         self._place: tuple[str, int] | None = None
         self._innermost: list[tuple[str, int, str]] = []
 
@@ -86,6 +88,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if bad is not None:
             fact = _look(func, kept[0], kept[1], bad)
             if fact is not None:
+                if fact.op == "aten._to_copy":
+                    fact = dataclasses.replace(fact, parameter=self._parameters.get(id(args[0])))
                 if self._innermost:
                     path, visit, class_ = self._innermost[-1]
                     fact = dataclasses.replace(fact, module=path, visit=visit, class_=class_)

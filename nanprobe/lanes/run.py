@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from nanprobe.lanes.process_state import ProcessState, reference_flags
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
 from nanprobe.numerics.autocast_regions import emulate_cuda
+from nanprobe.numerics.stats import difference, total_difference
 
 __all__ = [
     "find_drift",
@@ -34,6 +36,7 @@ __all__ = [
     "has_compiled_parts",
     "largest_loss_scale",
     "output_holds_loss",
+    "reference_noise",
     "replay_lanes",
 ]
 
@@ -166,7 +169,7 @@ def _check(runs: list[LaneRun], threads: list[LaneThread]) -> None:
         error = thread.error
         if error is None:
             continue
-        if isinstance(error, NanprobeError) or not isinstance(error, Exception):
+        if isinstance(error, (NanprobeError, KeyboardInterrupt, SystemExit)):
             raise error
         if run.is_reference:
             lane = run.lane
@@ -196,6 +199,24 @@ def output_holds_loss(spec: ReplaySpec) -> bool:
         raise
     except Exception:  # the model's own; see above
         return False
+
+
+def reference_noise(spec: ReplaySpec) -> float | None:
+    """Run the reference's forward twice from the same random state and return how far its outputs are apart.
+
+    A relative 2-norm over all floating outputs; 0 for a deterministic model, None when there is nothing to compare.
+    """
+    alone = replace(spec, backward=False)
+    try:
+        first, second = (_alone(alone, spec.reference, LaneRun.outputs) for _ in range(2))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own; see above
+        return None
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if a.dtype.is_floating_point]
+    if len(first) != len(second) or any(a.shape != b.shape for a, b in pairs):
+        return math.inf
+    return total_difference(d for d in (difference(a, b) for a, b in pairs) if d is not None).rel_error
 
 
 def largest_loss_scale(spec: ReplaySpec, precision: str, scales: Iterable[float]) -> float | None:

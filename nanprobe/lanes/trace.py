@@ -176,7 +176,8 @@ class OperationFact:
     is the largest finite magnitude among what FP64 makes of the same operands in their place, None when that is
     non-finite too, or (``exact_known`` false) when it could not be evaluated. ``operand_inf`` says that an operand
     holds -Inf or that a number given is infinite. ``constant`` is the largest finite number among its arguments.
-    ``masked_rows`` counts rows of an operand that are -Inf throughout; ``of_mask`` says that one holds zeros and
+    ``masked_rows`` counts rows of an operand that are -Inf throughout; ``parameter`` is
+    the parameter that a cast was applied to; ``of_mask`` says that one holds zeros and
     ones only.
     """
 
@@ -196,6 +197,7 @@ class OperationFact:
     of_mask: bool
     no_elements: bool
     constant: float | None
+    parameter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from nanprobe.records import Measure, ReplayReport, VisitRow
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
 from nanprobe.render.lookup import candidates, is_bad
-from nanprobe.render.names import neutral, shortened, visit_name
+from nanprobe.render.names import neutral, shortened_class, visit_name
 
 __all__ = ["LAYOUTS", "RICHEST", "Columns", "Layout", "has_local", "module_cell"]
 
@@ -27,8 +27,8 @@ class Layout:
 
     The type is cut to ``type_width`` characters (0: no column); ``denominators`` gives counts of bad elements theirs;
     ``headroom`` is "all", "tight" (only formats that come near their limit) or "none"; ``local`` adds the error given
-    the reference's inputs; ``compact`` shortens headers and adds up kinds of bad values; ``merged`` puts a
-    precision's error in the place of its absmax.
+    the reference's inputs; ``compact`` adds up kinds of bad values; ``absmax`` says in the reference's title what the
+    numbers are; ``merged`` puts a precision's error in the place of its absmax.
     """
 
     type_width: int
@@ -36,6 +36,7 @@ class Layout:
     headroom: str = "all"
     local: bool = False
     compact: bool = False
+    absmax: bool = True
     merged: bool = False
 
 
@@ -48,9 +49,12 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(type_width=14),
     Layout(type_width=12, headroom="tight"),
     Layout(type_width=12, headroom="tight", compact=True),
+    Layout(type_width=12, headroom="tight", compact=True, absmax=False),
     Layout(type_width=0, headroom="tight", compact=True),
+    Layout(type_width=0, headroom="tight", compact=True, absmax=False),
     Layout(type_width=0, headroom="none", compact=True),
-    Layout(type_width=0, headroom="none", compact=True, merged=True),
+    Layout(type_width=0, headroom="none", compact=True, absmax=False),
+    Layout(type_width=0, headroom="none", compact=True, absmax=False, merged=True),
 )
 """From the richest to the plainest."""
 
@@ -72,7 +76,7 @@ class Columns:
     def titles(self) -> list[str]:
         """Return the column titles, from the module on."""
         titles = ["module"] + (["type"] if self.layout.type_width else [])
-        titles.append(neutral(self.report.reference) + ("" if self.layout.compact else " absmax"))
+        titles.append(neutral(self.report.reference) + (" absmax" if self.layout.absmax else ""))
         for name in candidates(self.report):
             titles.append(neutral(name))
             if not self.layout.merged:
@@ -86,7 +90,7 @@ class Columns:
     def cells(self, row: VisitRow, ink: Ink) -> list[str]:
         """Return one row's cells, from the type on (the module's cell is :func:`module_cell`)."""
         layout = self.layout
-        texts = [ink.name(shortened(row.class_, layout.type_width))] if layout.type_width else []
+        texts = [ink.name(shortened_class(row.class_, layout.type_width))] if layout.type_width else []
         texts.append(_value(row.precisions.get(self.report.reference), layout))
         for name in candidates(self.report):
             measure = row.precisions.get(name)
@@ -94,7 +98,9 @@ class Columns:
             clean = measure is not None and (measure.state == "clean" or not is_bad(measure))
             relative = numbers.error(measure.rel_error) if measure is not None and clean else numbers.ABSENT
             if layout.merged:
-                texts.append(f"err {relative}" if clean and relative != numbers.ABSENT else value)
+                finite = clean and relative != numbers.ABSENT
+                ends = measure is not None and measure.state == "absorbed"
+                texts.append("(absorbed)" if finite and ends else f"err {relative}" if finite else value)
             else:
                 texts += [value, relative]
             if layout.local:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,17 @@ __all__ = [
     "STORED",
     "BadCounts",
     "bad_counts",
+    "beyond",
     "candidates",
     "divergence_of",
     "is_bad",
     "is_culprit",
+    "leaving",
     "path_of",
     "row_of",
     "spoken",
     "visits",
+    "worst_at_fault",
 ]
 
 
@@ -59,6 +63,22 @@ def divergence_of(result: PrecisionResult) -> Divergence | None:
     return result.first_divergence if result.first_bad is None else None
 
 
+def beyond(drift: Divergence) -> float:
+    """Return how many times its tolerance a precision drifts; an error that cannot be told counts as most."""
+    error = math.inf if drift.rel_error is None or math.isnan(drift.rel_error) else drift.rel_error
+    return error / drift.tolerance if drift.tolerance else error
+
+
+def worst_at_fault(report: ReplayReport) -> str | None:
+    """Return the precision that the headline names first, None when none is at fault."""
+    bad = report.first_bad
+    if bad is not None and report.verdict == "precision":
+        return bad.precision
+    fault = [name for name, result in report.precisions.items() if result.verdict == "precision"]
+    drifts = {name: drift for name in fault if (drift := report.precisions[name].first_divergence) is not None}
+    return max(drifts, key=lambda name: beyond(drifts[name])) if drifts else next(iter(fault), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadCounts:
     """How many NaN, Inf and -Inf an origin holds; all zero when the report does not tell them apart."""
@@ -89,7 +109,7 @@ def bad_counts(report: ReplayReport, bad: FirstBad) -> BadCounts:
     Only numbers that add up to ``bad.count`` are used: a row sums all of a visit's tensors, the origin may be one.
     """
     row = row_of(report, bad)
-    measured = row.precisions.get(bad.precision) if row else None
+    measured = leaving(report, bad) or (row.precisions.get(bad.precision) if row else None)
     sources: list[Mapping[str, Any]] = [
         finding.evidence for finding in report.findings if is_culprit(report, finding, only=bad)
     ]
@@ -102,7 +122,19 @@ def bad_counts(report: ReplayReport, bad: FirstBad) -> BadCounts:
             if counts.total and counts.total == bad.count:
                 return counts
     # Only the sign stays open then: an overflow makes nothing but infinities.
-    return BadCounts(posinf=bad.count) if bad.mechanism == "overflow" else BadCounts()
+    if bad.mechanism == "overflow":
+        return BadCounts(posinf=bad.count)
+    # Zero arrives and the local derivative is infinite: their product is NaN.
+    return BadCounts(nan=bad.count) if bad.mechanism == "masked-gradient" else BadCounts()
+
+
+def leaving(report: ReplayReport, bad: FirstBad) -> Measure | None:
+    """Return the gradient that leaves a module whose backward is to blame: the next bad one in execution order."""
+    row = row_of(report, bad)
+    if row is None or bad.phase != "backward":
+        return None
+    later = (other.precisions.get(bad.precision) for other in report.modules[report.modules.index(row) + 1 :])
+    return next((measure for measure in later if measure is not None and is_bad(measure)), None)
 
 
 def is_culprit(report: ReplayReport, finding: Finding, *, only: FirstBad | None = None) -> bool:

@@ -10,6 +10,8 @@ from nanprobe.records import ReplayReport
 from nanprobe.render import sections
 from nanprobe.render.columns import RICHEST, Columns, has_local, module_cell
 from nanprobe.render.ink import MarkdownInk
+from nanprobe.render.legend import legend
+from nanprobe.render.lookup import path_of
 from nanprobe.render.options import Options
 from nanprobe.render.rows import Fold, Item, Note, Shown, fold_words, select
 from nanprobe.render.sentences import headline, precision_lines, reasons
@@ -22,7 +24,7 @@ def markdown(report: ReplayReport, options: Options) -> str:
     ink, verbose = MarkdownInk(), options.verbose
     items = select(report, ink, verbose=verbose)
     folded = any(isinstance(item, Fold) for item in items)
-    blocks = [f"**{headline(report, ink)}**"]
+    blocks = [f"## nanprobe {ink.prose(report.command)}", f"**{headline(report, ink)}**", _subject(report, ink)]
     blocks.append(
         "\n".join(
             f"- **{ink.prose(line.precision)}** {line.verdict}" + (f": {line.details}" if line.details else "")
@@ -31,7 +33,7 @@ def markdown(report: ReplayReport, options: Options) -> str:
     )
     blocks += reasons(report, ink)
     if items:
-        blocks.append(_table(report, items, ink))
+        blocks += _table(report, items, ink)
     for title, lines in (
         ("Gradients", sections.gradients(report, ink, verbose=verbose)),
         ("Also found", sections.findings(report, ink, verbose=verbose)),
@@ -45,14 +47,23 @@ def markdown(report: ReplayReport, options: Options) -> str:
     facts += [f"Note: {line}" for line in sections.notes(report, ink)]
     if verbose:
         facts.append(f"Time: {sections.timings(report, ink)}")
-    blocks.append("\n".join(f"- {fact}" for fact in facts))
+    blocks.append("### Coverage and conditions\n\n" + "\n".join(f"- {fact}" for fact in facts))
     return "\n\n".join(blocks) + "\n"
 
 
-def _table(report: ReplayReport, items: list[Item], ink: MarkdownInk) -> str:
+def _subject(report: ReplayReport, ink: MarkdownInk) -> str:
+    """Return which run this is about, and what made the report."""
+    given = [(what, path_of(report, what)) for what in ("config", "checkpoint", "batch")]
+    parts = [f"{what} {ink.name(path)}" for what, path in given if path is not None]
+    return ", ".join([*parts, f"{ink.prose(report.tool.name)} {ink.prose(report.tool.version)}"])
+
+
+def _table(report: ReplayReport, items: list[Item], ink: MarkdownInk) -> list[str]:
+    """Return the table, what lies between its rows (a table has no line across its columns), and the legend."""
     columns = Columns.of(report, replace(RICHEST, local=has_local(report)))
     titles = ["", *(ink.prose(title) for title in columns.titles())]
-    body = []
+    body: list[list[str]] = []
+    between: list[str] = []
     for item in items:
         match item:
             case Shown(row, mark):
@@ -60,10 +71,13 @@ def _table(report: ReplayReport, items: list[Item], ink: MarkdownInk) -> str:
             case Fold(rows):
                 body.append(["...", fold_words(report, rows)])
             case Note(text, mark):
-                body.append([mark, text])
+                between.append(f"- {len(between) + 1}: {text}")
+                body.append([mark, f"*{len(between)}, see below*"])
     padded = [[_cell(text) for text in line] + [""] * (len(titles) - len(line)) for line in body]
     align = ["left"] * 3 + ["right"] * (len(titles) - 3)
-    return tabulate(padded, headers=titles, tablefmt="pipe", disable_numparse=True, colalign=align)
+    grid = tabulate(padded, headers=titles, tablefmt="pipe", disable_numparse=True, colalign=align)
+    meaning = "; ".join(ink.prose(part) for part in legend(report, items, columns))
+    return [grid, *(["\n".join(between)] if between else []), f"*{meaning}*"]
 
 
 def _cell(text: str) -> str:

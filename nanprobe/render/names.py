@@ -6,7 +6,7 @@ the reading direction; none of them may act on the reader's terminal.
 
 from __future__ import annotations
 
-__all__ = ["ROOT", "neutral", "one_line", "shortened", "shortened_path", "visit_name"]
+__all__ = ["ROOT", "neutral", "one_line", "shortened_class", "shortened_path", "visit_name"]
 
 ROOT = "(root)"
 """How the root module, whose path is empty, is written."""
@@ -33,26 +33,21 @@ def visit_name(module: str | None, visit: int | None = 0) -> str:
     return f"{path}#{visit}" if visit else path
 
 
-def shortened(text: str, width: int) -> str:
-    """Return ``text`` in at most ``width`` characters (at least 5), cut in the middle; most of the tail stays."""
-    if len(text) <= width:
-        return text
-    tail = max((width - len(_GAP)) * 2 // 3, 1)
-    head = max(width - len(_GAP) - tail, 0)
-    return text[:head] + _GAP + text[len(text) - tail :]
-
-
 def shortened_path(path: str, width: int) -> str:
-    """Return a module path in at most ``width`` characters (at least 5).
+    """Return a module path in at most ``width`` characters (at least 5), cut in the middle ("tr..40.mlp.up_proj").
 
-    Words are cut to their first letter from the left ("t.d.b.40.f.output_projection"), so that the numbers, which tell
-    layers apart, and the last word stay as long as they can; after that it is cut in the middle.
+    Little of the start is left, because the tail tells layers and parts apart; the word "grad" before it stays whole.
     """
-    start, space, rest = path.rpartition(" ")
-    parts = rest.split(".")
-    for at, part in enumerate(parts[:-1]):
-        if len(start) + len(space) + len(".".join(parts)) <= width:
-            break
-        if not part.isdigit():
-            parts[at] = part[:1]
-    return shortened(start + space + ".".join(parts), width)
+    if len(path) <= width:
+        return path
+    word, space, _ = path.partition(" ")
+    start = f"{word}{space}" if space and len(word) + len(_GAP) + 12 <= width else ""
+    head = len(start) + max((width - len(start)) // 8, 1)
+    tail = path[len(path) - max(width - head - len(_GAP), 1) :]
+    # A dot beside the two that stand for what is missing would read as a third.
+    return path[:head] + _GAP + (tail[1:] if tail.startswith(".") and len(tail) > len(_GAP) + 1 else tail)
+
+
+def shortened_class(name: str, width: int) -> str:
+    """Return a class's name in at most ``width`` characters (at least 5), cut at its end ("QuantizableLi..")."""
+    return name if len(name) <= width else name[: width - len(_GAP)] + _GAP

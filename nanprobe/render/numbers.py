@@ -15,13 +15,14 @@ __all__ = ["bits", "count", "error", "index", "kinds", "loss", "magnitude", "of"
 ABSENT = "-"
 """What stands in a cell for a value that was not measured or does not apply."""
 
-_PLAIN_FROM, _PLAIN_BELOW = 1e-3, 1e5
+_PLAIN_FROM, _PLAIN_BELOW = 1e-3, 1e7
 
 
 def magnitude(value: float | None) -> str:
-    """Return a value's size to three significant digits ("0.42", "31.5", "65472", "1.9e5").
+    """Return a value's size to three significant digits ("0.42", "31.5", "65,472", "1.99e7").
 
-    Numbers from 1,000 up to 99,999 are written out to the unit, so that 65,519 and fp16's largest, 65,504, stay apart.
+    Numbers from 1,000 up to ten millions are written out to the unit, so that 65,519 and fp16's largest, 65,504, stay
+    apart.
     """
     special = _special(value)
     if special is not None:
@@ -31,9 +32,8 @@ def magnitude(value: float | None) -> str:
     if not _PLAIN_FROM <= size < _PLAIN_BELOW:
         return _scientific(value, 2)
     if size >= 1000:
-        text = f"{value:.0f}"
-        return text if abs(float(text)) < _PLAIN_BELOW else _scientific(value, 2)
-    return _trimmed(f"{value:.3g}") if size < 999.5 else f"{value:.0f}"
+        return f"{value:,.0f}" if abs(round(value)) < _PLAIN_BELOW else _scientific(value, 2)
+    return _trimmed(f"{value:.3g}") if size < 999.5 else f"{value:,.0f}"
 
 
 def loss(value: float | None) -> str:
@@ -42,7 +42,10 @@ def loss(value: float | None) -> str:
     if special is not None:
         return special
     assert value is not None
-    return _scientific(value, 4) if not _PLAIN_FROM <= abs(value) < _PLAIN_BELOW else _trimmed(f"{value:#.5g}")
+    size = abs(value)
+    if size >= 1000 and round(size) < _PLAIN_BELOW:
+        return _trimmed(f"{value:,.1f}") if size < 9999.95 else f"{value:,.0f}"
+    return _trimmed(f"{value:#.5g}") if _PLAIN_FROM <= size < 1000 else _scientific(value, 4)
 
 
 def error(value: float | None) -> str:

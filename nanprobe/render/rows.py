@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nanprobe.records import Divergence, FirstBad, ReplayReport, VisitRow
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import bad_counts, candidates, divergence_of, is_bad, row_of, visits
+from nanprobe.render.lookup import bad_counts, candidates, divergence_of, is_bad, leaving, row_of, visits
 from nanprobe.render.names import visit_name
 from nanprobe.render.sentences import between_words, joined
 
@@ -62,23 +62,25 @@ def select(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[Item]:
     """Return the table's lines in execution order; with ``verbose`` every visit is shown."""
     rows = report.modules
     marks: dict[int, str] = {}
-    notes: dict[int, dict[str, list[str]]] = {}
+    notes: dict[int, dict[tuple[str, str], list[str]]] = {}
     centres: set[int] = set()
     for place in _culprits(report):
         at = _position(report, place)
         centres.add(at)
+        mark = ALSO if report.precisions[place.precision].verdict == "clean" else CULPRIT
         if _is_own_row(report, place):
-            marks[at] = CULPRIT
+            marks[at] = mark if marks.get(at) != CULPRIT else CULPRIT
         else:
             centres.add(at - 1)
-            notes.setdefault(at, {}).setdefault(_note(report, place, ink), []).append(place.precision)
+            notes.setdefault(at, {}).setdefault((_note(report, place, ink), mark), []).append(place.precision)
     for at in _also(report, marks):
         marks[at] = ALSO
         centres.add(at)
+    context = _CONTEXT
     if not centres:
-        centres = _closest_calls(report)
+        centres, context = _largest_errors(report), 0
     everything = verbose or len(rows) <= _WHOLE_TABLE
-    kept = {at for at in range(len(rows)) if everything or any(abs(at - centre) <= _CONTEXT for centre in centres)}
+    kept = {at for at in range(len(rows)) if everything or any(abs(at - centre) <= context for centre in centres)}
     return list(_lines(rows, kept, marks, notes))
 
 
@@ -105,7 +107,10 @@ def fold_words(report: ReplayReport, rows: tuple[VisitRow, ...]) -> str:
 
 
 def _lines(
-    rows: tuple[VisitRow, ...], kept: set[int], marks: dict[int, str], notes: dict[int, dict[str, list[str]]]
+    rows: tuple[VisitRow, ...],
+    kept: set[int],
+    marks: dict[int, str],
+    notes: dict[int, dict[tuple[str, str], list[str]]],
 ) -> Iterator[Item]:
     folded: list[VisitRow] = []
     for at, row in enumerate(rows):
@@ -120,8 +125,8 @@ def _lines(
     yield from _notes(notes.get(len(rows), {}))
 
 
-def _notes(texts: dict[str, list[str]]) -> Iterator[Item]:
-    yield from (Note(f"{text} ({', '.join(precisions)})") for text, precisions in texts.items())
+def _notes(texts: dict[tuple[str, str], list[str]]) -> Iterator[Item]:
+    yield from (Note(f"{text} ({', '.join(precisions)})", mark) for (text, mark), precisions in texts.items())
 
 
 def _folded(rows: list[VisitRow]) -> Iterator[Item]:
@@ -140,8 +145,13 @@ def _culprits(report: ReplayReport) -> list[FirstBad | Divergence]:
 
 def _is_own_row(report: ReplayReport, place: FirstBad | Divergence) -> bool:
     """Whether the culprit's line is the visit's own row, and not a place between rows."""
-    if row_of(report, place) is None:
+    row = row_of(report, place)
+    if row is None:
         return False
+    if isinstance(place, FirstBad) and place.phase == "backward":
+        # Its row is the gradient that arrives, and that one is good; what leaves it is not.
+        measure = row.precisions.get(place.precision)
+        return measure is None or is_bad(measure)
     return place.between is None or all(_child_at(report, place, name) is None for name in place.between)
 
 
@@ -156,7 +166,7 @@ def _position(report: ReplayReport, place: FirstBad | Divergence) -> int:
                 return after
             if before is not None:
                 return before + 1
-        return rows.index(row)
+        return rows.index(row) + (0 if _is_own_row(report, place) else 1)
     if place.phase in ("input", "parameter", "buffer"):
         return 0
     if place.phase in ("forward", "loss"):
@@ -177,6 +187,8 @@ def _child_at(report: ReplayReport, place: FirstBad | Divergence, name: str | No
 
 def _note(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
     amount = ""
+    if isinstance(place, FirstBad) and place.phase == "backward" and place.module is not None:
+        return _backward_note(report, place, ink)
     if isinstance(place, FirstBad) and place.elements:
         counts = bad_counts(report, place)
         kinds = numbers.kinds(counts.nan, counts.posinf, counts.neginf) or f"{place.count:,} NaN or Inf"
@@ -203,6 +215,27 @@ def _note(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
     return where + amount
 
 
+def _backward_note(report: ReplayReport, place: FirstBad, ink: Ink) -> str:
+    """Return what leaves a module whose backward is to blame: "backward of mag: 1 NaN of 64 elements leave it"."""
+    text = f"backward of {ink.name(visit_name(place.module, place.visit))}"
+    counts = bad_counts(report, place)
+    kinds = numbers.kinds(counts.nan, counts.posinf, counts.neginf)
+    if place.parameter:
+        many = f"{kinds or f'{place.count:,} NaN or Inf'} of {numbers.plural(place.elements, 'element')}"
+        return f"{text}: {many} of the gradient of {ink.name(place.parameter)}"
+    if place.count and place.elements:
+        # What an operation inside makes is not yet what leaves the module; both are told apart where both are known.
+        inside = f" in {ink.name(place.op)}" if place.op else ""
+        text += f": {kinds or f'{place.count:,} NaN or Inf'} of {numbers.plural(place.elements, 'element')}"
+        after = leaving(report, place)
+        if not inside or after is None:
+            return f"{text} leave it"
+        gone = numbers.kinds(after.nan, after.posinf, after.neginf)
+        same = (after.nan + after.posinf + after.neginf, after.elements) == (place.count, place.elements)
+        return f"{text} leave it" if same else f"{text}{inside}, {gone} of {after.elements:,} leave it"
+    return f"{text}: bad values leave it"
+
+
 def _also(report: ReplayReport, marks: dict[int, str]) -> list[int]:
     """Return the rows, besides the culprits, where something of its own happens: other origins and absorptions."""
     found = [
@@ -220,17 +253,20 @@ def _holds_culprit(report: ReplayReport, row: VisitRow) -> bool:
     return any(row_of(report, place) is row for place in _culprits(report))
 
 
-def _closest_calls(report: ReplayReport) -> set[int]:
-    """Return, for a report without a culprit, each precision's visit with the largest error and the least headroom."""
+def _largest_errors(report: ReplayReport) -> set[int]:
+    """Return, for a report without a culprit, each precision's visit and gradient with the largest error."""
     centres: set[int] = set()
     for name in candidates(report):
-        measured = [(at, row.precisions[name]) for at, row in enumerate(report.modules) if name in row.precisions]
-        errors = [(measure.rel_error, at) for at, measure in measured if measure.rel_error is not None]
-        rooms = [(measure.headroom_bits, at) for at, measure in measured if measure.headroom_bits is not None]
-        if errors:
-            centres.add(max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))[1])
-        if rooms:
-            centres.add(min(rooms)[1])
+        for phase in ("forward", "backward"):
+            errors = [
+                (error, at)
+                for at, row in enumerate(report.modules)
+                if row.phase == phase
+                and (measure := row.precisions.get(name)) is not None
+                and (error := measure.rel_error) is not None
+            ]
+            if errors:
+                centres.add(max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))[1])
     return centres
 
 

@@ -5,13 +5,14 @@ Each function returns finished sentences; a format only decides how a list of th
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 
 from nanprobe.records import Finding, GradientRow, Remedy, ReplayReport
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import candidates, is_culprit, path_of, spoken
+from nanprobe.render.lookup import candidates, divergence_of, is_culprit, path_of, spoken, worst_at_fault
 from nanprobe.render.names import ROOT, visit_name
 from nanprobe.render.sentences import joined
 
@@ -21,6 +22,15 @@ _FEW = 4
 _MOST_FINDINGS = 12
 _CONDITIONS = ("mode", "train", "backward", "loss_scale", "keep_fp32", "seed", "emulated")
 _TOLD_ELSEWHERE = ("autocast_policy", "notes")
+_KEEP = "keep-fp32"
+_REPAIRS = ("fix-data", "fix-checkpoint")
+"""Remedies that change what is replayed, so that no replay of it could verify them."""
+
+_NOT_ROUNDING = ("routing-flip", "gradient-underflow")
+"""Mechanisms of a drift that FP32 in that module does not help against."""
+
+_WITHOUT_SETTING = re.compile(r" \(keep_fp32: \[[^\]]*\]\)")
+"""The setting inside a remedy's text: it is written out behind the text, with the command."""
 
 
 def gradients(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
@@ -34,10 +44,18 @@ def gradients(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
 def findings(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
     """Return a line for each finding that the verdict has not told already, worst first."""
     order = {"error": 0, "warning": 1, "note": 2}
-    others = [finding for finding in report.findings if not is_culprit(report, finding)]
-    others.sort(key=lambda finding: (finding.ignored, order.get(finding.severity, 3)))
+    groups: list[list[Finding]] = []
+    for finding in report.findings:
+        if is_culprit(report, finding):
+            continue
+        alike = next((group for group in groups if _says_the_same(group[0], finding)), None)
+        if alike is None:
+            groups.append([finding])
+        else:
+            alike.append(finding)
+    others = sorted(groups, key=lambda group: (group[0].ignored, order.get(group[0].severity, 3)))
     shown = others if verbose else others[:_MOST_FINDINGS]
-    lines = [_finding_line(report, finding, ink) for finding in shown]
+    lines = [_finding_line(report, group, ink) for group in shown]
     if len(others) > len(shown):
         lines.append(f"{numbers.count(len(others) - len(shown))} more findings are shown by --verbose")
     return lines
@@ -45,7 +63,7 @@ def findings(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
 
 def next_steps(report: ReplayReport, ink: Ink, *, folded: bool) -> list[str]:
     """Return what to try or look at next: the remedies offered, then commands; ``folded`` when rows were left out."""
-    lines = [_remedy_line(remedy, ink) for remedy in _remedies(report)]
+    lines = [_remedy_line(report, remedy, ink) for remedy in _remedies(report)]
     if report.verdict == "clean":
         lines.append(_reproduce(report))
     lines += _commands(report, ink, folded)
@@ -60,10 +78,11 @@ def coverage(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
     text = f"{numbers.of(seen.visited, callable_, 'module')} ran"
     if seen.visited == 0:
         text = f"none of {numbers.plural(callable_, 'module')} ran"
-    if bare:
-        text += f", not counting {numbers.plural(len(bare), 'list')} of modules"
     if never := [name for name in seen.never_visited if name not in bare]:
         text += f"; never: {_listed(never, ink, verbose)}"
+    if bare:
+        lists = "list of modules has" if len(bare) == 1 else "lists of modules have"
+        text += f"; {len(bare):,} {lists} no forward of {'its' if len(bare) == 1 else 'their'} own"
     if seen.outputs_not_inspected:
         text += f"; outputs that could not be looked into: {_listed(seen.outputs_not_inspected, ink, verbose)}"
     else:
@@ -74,8 +93,11 @@ def coverage(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
 
 
 def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
-    """Return under what conditions the figures came about; with ``verbose`` every one, and the environment."""
-    given = report.conditions
+    """Return under what conditions the figures came about; with ``verbose`` every one, and the environment.
+
+    Where nothing but references ran, the mode made no difference and is left out.
+    """
+    given = {key: value for key, value in report.conditions.items() if key not in _idle_conditions(report)}
     parts = []
     for key in _CONDITIONS:
         if given.get(key) is None or (key in ("loss_scale", "keep_fp32") and not given[key]):
@@ -90,7 +112,7 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
         elif key == "keep_fp32":
             parts.append(f"{words} kept in FP32")
         elif key == "emulated":
-            parts.append(f"emulated: {words}" if given[key] else "nothing emulated")
+            parts.append(f"emulated, not run natively: {words}" if given[key] else "nothing emulated")
         elif key == "loss_scale" and isinstance(given[key], Mapping):
             values = list(dict.fromkeys(given[key].values()))
             parts.append(f"loss scale {words if len(values) > 1 else ink.prose(numbers.setting(values[0]))}")
@@ -113,7 +135,10 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
 def notes(report: ReplayReport, ink: Ink) -> list[str]:
     """Return what the replay has to say about its own conditions, a sentence each."""
     given = report.conditions.get("notes")
-    return [ink.prose(str(note)) for note in given] if isinstance(given, (list, tuple)) else []
+    if not isinstance(given, (list, tuple)):
+        return []
+    idle = "mode" in _idle_conditions(report)
+    return [ink.prose(str(note)) for note in given if not (idle and str(note).startswith("autocast "))]
 
 
 def timings(report: ReplayReport, ink: Ink) -> str:
@@ -142,8 +167,11 @@ def _gradient_words(report: ReplayReport, name: str, ink: Ink, verbose: bool) ->
     parts = []
     if bad:
         described = [f"{ink.name(row.parameter)} {_bad_words(row, name)}" for row in bad]
-        # Where everything is bad, the first few names say nothing.
-        which = "" if len(bad) == len(there) > _FEW and not verbose else f" ({_some(described, verbose)})"
+        which = f" ({_some(described, verbose)})"
+        if len(bad) > max(len(there) / 2, _FEW):
+            # Where most are bad their names say little; those that are not bad say more.
+            finite = [ink.name(row.parameter) for row in there if not _bad(row, name)]
+            which = f" (finite: {_some(finite, verbose)})" if finite else ""
         parts.append(f"{numbers.of(len(bad), len(there), 'parameter')} non-finite{which}")
     elif there:
         parts.append(f"{numbers.of(len(there), len(there), 'parameter')} finite")
@@ -171,16 +199,23 @@ def _bad_words(row: GradientRow, name: str) -> str:
     return f"{numbers.kinds(gradient.nan, gradient.posinf, gradient.neginf)} of {row.elements:,}"
 
 
-def _finding_line(report: ReplayReport, finding: Finding, ink: Ink) -> str:
+def _says_the_same(one: Finding, other: Finding) -> bool:
+    """Whether two findings differ in nothing that is shown but their precision."""
+    keys = ("rule", "severity", "message", "module", "ignored", "ignored_why")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+def _finding_line(report: ReplayReport, group: list[Finding], ink: Ink) -> str:
+    """Return one line for findings that say the same of several precisions."""
+    finding = group[0]
     severity = "ignored" if finding.ignored else finding.severity
     text = f"{severity}: {ink.prose(finding.message)}"
     tags = [ink.prose(finding.rule)]
-    if (
-        finding.precision
-        and finding.precision not in finding.message
-        and finding.precision.upper() not in finding.message
-    ):
-        tags.append(spoken(report, finding.precision))
+    tags += [
+        spoken(report, name)
+        for name in dict.fromkeys(other.precision for other in group)
+        if name and name not in finding.message and name.upper() not in finding.message
+    ]
     if finding.module is not None and (finding.module or ROOT) not in finding.message:
         tags.append(ink.name(finding.module or ROOT))
     text += f" [{', '.join(tags)}]"
@@ -190,27 +225,82 @@ def _finding_line(report: ReplayReport, finding: Finding, ink: Ink) -> str:
 
 
 def _remedies(report: ReplayReport) -> list[Remedy]:
-    """Return every remedy offered, the culprits' first, each once."""
+    """Return every remedy offered, the culprits' first, each once.
+
+    A precision that drifts away and has no remedy of its own can be kept in FP32 where it drifts.
+    """
     found: list[Remedy] = []
     sources = [result.first_bad.remedies for result in report.precisions.values() if result.first_bad is not None]
     sources += [finding.remedies for finding in report.findings if not finding.ignored]
+    drifts = [drift for result in report.precisions.values() if (drift := divergence_of(result)) is not None]
+    sources += [
+        (Remedy(kind=_KEEP, text=f"Keep {drift.module} in FP32", modules=(drift.module,)),)
+        for drift in drifts
+        if drift.module and drift.phase == "forward" and drift.mechanism not in _NOT_ROUNDING
+    ]
+    told: set[tuple[str, tuple[str, ...] | str]] = set()
     for remedy in (remedy for source in sources for remedy in source):
-        if remedy not in found:
+        key = (remedy.kind, remedy.modules or remedy.text)
+        if key not in told:
+            told.add(key)
             found.append(remedy)
     return found
 
 
-def _remedy_line(remedy: Remedy, ink: Ink) -> str:
-    text = ink.prose(remedy.text).rstrip(".")
+def _remedy_line(report: ReplayReport, remedy: Remedy, ink: Ink) -> str:
+    text = ink.prose(_WITHOUT_SETTING.sub("", remedy.text)).rstrip(".")
+    if remedy.kind in _REPAIRS:
+        return f"try: {text}"
     if not remedy.verified:
-        return f"try: {text} (not verified)"
+        return f"try: {text} (not verified){_how_to_keep(report, remedy, ink)}"
     left = "" if remedy.rel_error is None else f", rel. error of the output {numbers.error(remedy.rel_error)}"
     return f"works: {text} (verified by a replay{left})"
 
 
+def _how_to_keep(report: ReplayReport, remedy: Remedy, ink: Ink) -> str:
+    """Return how modules are kept in FP32: the setting, and the command that shows whether it helps."""
+    if remedy.kind != _KEEP or not remedy.modules:
+        return ""
+    listed = "[" + ", ".join(f'"{module}"' for module in remedy.modules) + "]"
+    tail = _arguments(report, without=("--dtype", "--dtypes"))
+    if tail is None:
+        return f": pass {ink.command(f'keep_fp32={listed}')}"
+    low = worst_at_fault(report) or next(iter(candidates(report)), report.reference)
+    again = ink.command(f"nanprobe replay{tail} --dtype {low}")
+    return f": add {ink.command(f'keep_fp32: {listed}')} to the config and run {again}"
+
+
+def _arguments(report: ReplayReport, *, without: tuple[str, ...] = ()) -> str | None:
+    """Return the config and the overrides as they were typed, for another command; None without a config.
+
+    ``without`` names overrides that the other command is given anew.
+    """
+    config = path_of(report, "config")
+    if config is None:
+        return None
+    given = report.subject.get("overrides")
+    words = [str(word) for word in given] if isinstance(given, (list, tuple)) else []
+    kept: list[str] = []
+    at = 0
+    while at < len(words):
+        if words[at] in without:
+            at += 2
+            continue
+        if words[at].partition("=")[0] not in without:
+            kept.append(words[at])
+        at += 1
+    return "".join(f" {shlex.quote(word)}" for word in ["--config", config, *kept])
+
+
+def _idle_conditions(report: ReplayReport) -> tuple[str, ...]:
+    """Return the conditions that made no difference: without a low precision nothing is cast."""
+    full = all(name in ("fp32", "fp64") for name in report.precisions)
+    return ("mode", "autocast_policy") if full else ()
+
+
 def _reproduce(report: ReplayReport) -> str:
     """Return what usually differs when a failure does not reproduce, from the conditions of this replay."""
-    given = report.conditions
+    given = {key: value for key, value in report.conditions.items() if key not in _idle_conditions(report)}
     differing = ["the weights of the step before the failure"]
     if isinstance(given.get("mode"), str):
         differing.append(f"the mode (this was {numbers.setting(given['mode'])})")
@@ -227,20 +317,13 @@ def _reproduce(report: ReplayReport) -> str:
 
 def _commands(report: ReplayReport, ink: Ink, folded: bool) -> list[str]:
     """Return commands that lead on from a config file, or what to call where the replay began in Python."""
-    config = path_of(report, "config")
-    if config is None:
+    tail = _arguments(report, without=("--dtype", "--dtypes"))
+    if tail is None:
         return [f"for every row, {ink.command('report.render(verbose=True)')}"] if folded else []
     low = candidates(report)
-    tail = f" --config {shlex.quote(config)}"
     lines = []
     if report.command == "replay" and low == ["fp16"] and report.verdict == "precision":
         lines.append(f"does bf16 survive this batch? {ink.command('nanprobe compare-precisions' + tail)}")
-    bad = report.first_bad
-    keep = next((remedy for remedy in (bad.remedies if bad else ()) if remedy.kind == "keep-fp32"), None)
-    if bad is not None and keep is not None and keep.modules and not keep.verified:
-        listed = ", ".join(f'"{module}"' for module in keep.modules)
-        again = ink.command(f"nanprobe replay{tail} --dtype {bad.precision}")
-        lines.append(f"to check FP32 there, add {ink.command(f'keep_fp32: [{listed}]')} to the config and run {again}")
     if any(not result.completed for result in report.precisions.values()):
         lines.append(f"for the traceback, add {ink.command('--debug')}")
     if folded:

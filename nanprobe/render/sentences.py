@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nanprobe.records import Divergence, FirstBad, PrecisionResult, ReplayReport
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import STORED, BadCounts, bad_counts, candidates, row_of, spoken, visits
+from nanprobe.render.lookup import STORED, BadCounts, bad_counts, beyond, candidates, row_of, spoken, visits
 from nanprobe.render.names import visit_name
 
 __all__ = ["PrecisionLine", "between_words", "headline", "joined", "precision_lines", "reasons"]
@@ -23,7 +23,7 @@ _WHERE_STORED = {"input": "the batch", "parameter": "the weights", "buffer": "th
 def headline(report: ReplayReport, ink: Ink) -> str:
     """Return the verdict in one sentence (two where the second says what did not happen)."""
     if report.verdict == "clean":
-        return _clean(report)
+        return _clean(report, ink)
     if report.verdict == "inconclusive":
         return _inconclusive(report, ink)
     bad = report.first_bad
@@ -32,14 +32,40 @@ def headline(report: ReplayReport, ink: Ink) -> str:
             return f"{report.reference.upper()} fails too: precision is not to blame."
         return _not_precision(report, bad, ink)
     if bad is not None:
-        return _sentence(f"{spoken(report, bad.precision)} {_deed(report, bad, ink)}")
-    for result in report.precisions.values():
-        if result.verdict == "precision" and (drift := result.first_divergence) is not None:
-            nothing_bad = all(other.first_bad is None for other in report.precisions.values())
-            tail = " Nothing is NaN or Inf." if nothing_bad else ""
-            return _sentence(f"{drift.precision} {_drift(report, drift, ink)}") + tail
+        return _sentence(f"{spoken(report, bad.precision)} {_deed(report, bad, ink)}") + _others(report, bad, ink)
+    drifts = [
+        result.first_divergence
+        for result in report.precisions.values()
+        if result.verdict == "precision" and result.first_divergence is not None
+    ]
+    if drifts:
+        worst = max(drifts, key=beyond)
+        nothing_bad = all(other.first_bad is None for other in report.precisions.values())
+        tail = " Nothing is NaN or Inf." if nothing_bad else ""
+        return _sentence(f"{worst.precision} {_drift(report, worst, ink)}") + _others(report, worst, ink) + tail
     names = [name for name, result in report.precisions.items() if result.verdict == "precision"]
     return f"{joined(names)} went wrong beyond tolerance; the findings below say where."
+
+
+def _others(report: ReplayReport, told: FirstBad | Divergence, ink: Ink) -> str:
+    """Return a sentence for each further precision at fault: " So does bf16, in the same place."."""
+    text = ""
+    for name, result in report.precisions.items():
+        place = result.first_bad or result.first_divergence
+        if name == told.precision or result.verdict != "precision" or place is None:
+            continue
+        alike = type(place) is type(told) and all(
+            getattr(place, key) == getattr(told, key) for key in ("phase", "module", "visit", "between")
+        )
+        if isinstance(place, FirstBad):
+            words = "goes wrong in the same place" if alike else _deed(report, place, ink, brief=True)
+        else:
+            drifts = "drifts in the same place" if alike else _drift(report, place, ink, brief=True)
+            words = drifts if place.rel_error is None else f"{drifts}: relative error {numbers.error(place.rel_error)}"
+            if place.rel_error is not None and place.tolerance is not None:
+                words += f" where {numbers.error(place.tolerance)} is tolerated"
+        text += " " + _sentence(f"{spoken(report, name)} {words}")
+    return text
 
 
 def reasons(report: ReplayReport, ink: Ink) -> list[str]:
@@ -102,14 +128,21 @@ def _precision_line(report: ReplayReport, name: str, result: PrecisionResult, in
     if not result.completed:
         verdict, tone = "did not finish", "unsure"
         parts.append(f"raised {ink.prose(result.error)}" if result.error else "it ended early and left no reason")
-    if result.first_bad is not None:
-        parts.append(_deed(report, result.first_bad, ink, brief=True))
-    if result.first_divergence is not None:
-        parts.append(_drift(report, result.first_divergence, ink, brief=True))
-    if not reference and result.completed and result.first_bad is None and result.first_divergence is None:
+    fine = result.completed and result.verdict == "clean"
+    if not reference and (fine or (result.completed and result.first_bad is None and result.first_divergence is None)):
         worst = _worst(report, name, ink)
         if worst:
             parts.append(worst)
+    if result.first_bad is not None:
+        bad = result.first_bad
+        parts.append(_absorbed(report, bad, ink) if fine else _deed(report, bad, ink, brief=True))
+    if result.first_divergence is not None:
+        drift = result.first_divergence
+        parts.append(
+            f"what drifts in {_place(report, drift, ink)} does not reach the end"
+            if fine
+            else _drift(report, drift, ink, brief=True)
+        )
     if result.loss is not None:
         comparable = result.loss_error is not None and math.isfinite(result.loss) and not reference
         beside = f" (rel. error {numbers.error(result.loss_error)})" if comparable else ""
@@ -133,11 +166,60 @@ def _worst(report: ReplayReport, name: str, ink: Ink) -> str:
     return f"rel. error at most {numbers.error(value)}, in {gradient}{ink.name(visit_name(row.module, row.visit))}"
 
 
-def _clean(report: ReplayReport) -> str:
+def _absorbed(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
+    """Return what a clean precision made and got rid of: "37 NaN in pool (Pool) are absorbed"."""
+    return f"{_kinds_of(report, bad)} in {_source(report, bad, ink)} {_are(bad.count)} absorbed"
+
+
+def _source(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
+    return _WHERE_STORED[bad.phase] if bad.phase in STORED else _place(report, bad, ink)
+
+
+def _kinds_of(report: ReplayReport, bad: FirstBad) -> str:
+    """Return how many bad elements of which kind an origin holds: "37 NaN", "37 NaN or Inf"."""
+    counts = bad_counts(report, bad)
+    return numbers.kinds(counts.nan, counts.posinf, counts.neginf) or (
+        f"{bad.count:,} NaN or Inf" if bad.count else "NaN or Inf"
+    )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _clean_with_absorbed(report: ReplayReport, origins: list[FirstBad], ink: Ink) -> str:
+    """Return the verdict where bad values arise and do not last."""
+    lanes = candidates(report)
+    alike: dict[tuple[str, str], list[FirstBad]] = {}
+    for bad in origins:
+        alike.setdefault((_kinds_of(report, bad), _source(report, bad, ink)), []).append(bad)
+    sentences = []
+    for (what, source), group in alike.items():
+        everywhere = len(group) >= len(lanes) and any(bad.precision_related is False for bad in group)
+        where = "every precision" if everywhere else joined([spoken(report, bad.precision) for bad in group])
+        verb, are = ("appears", "is") if group[0].count == 1 else ("appear", "are")
+        comma = "," if ", " in source else ""
+        sentences.append(f"{what} {verb} in {source}{comma} in {where} and {are} absorbed")
+    measured = [
+        gradient for row in report.gradients for name in lanes if (gradient := row.precisions.get(name)) is not None
+    ]
+    unharmed = measured and not any(gradient.nan or gradient.posinf or gradient.neginf for gradient in measured)
+    tail = "; no parameter gradient is affected" if unharmed else ""
+    tried = joined(lanes or [report.reference.upper()], "or")
+    return (
+        f"Nothing that lasts goes wrong in {tried}: {'; '.join(sentences)}{tail}. "
+        "A failure of this batch did not reproduce here."
+    )
+
+
+def _clean(report: ReplayReport, ink: Ink) -> str:
     lanes = candidates(report)
     reference = report.reference.upper()
     if not report.modules:
         return "Nothing went wrong, but nothing was observed either: no module ran."
+    origins = [result.first_bad for result in report.precisions.values() if result.first_bad is not None]
+    if origins:
+        return _clean_with_absorbed(report, origins, ink)
     unlike = [
         row
         for row in report.modules
@@ -253,7 +335,9 @@ def _amount(report: ReplayReport, bad: FirstBad, counts: BadCounts) -> str:
     notes = []
     if bad.reference_absmax is not None and bad.precision != report.reference:
         text += f" where {report.reference.upper()} reaches {numbers.magnitude(bad.reference_absmax)}"
-    if bad.limit is not None and not (counts.total and not (counts.posinf or counts.neginf)):
+    made_of_nan = counts.total and not (counts.posinf or counts.neginf)
+    about_range = bad.precision_related is not False and (bad.mechanism is None or "overflow" in bad.mechanism)
+    if bad.limit is not None and not made_of_nan and about_range:
         notes.append(f"{bad.precision}'s largest is {numbers.magnitude(bad.limit)}")
     return text + (f" ({'; '.join(notes)})" if notes else "") + _position(bad)
 

@@ -8,6 +8,7 @@ from nanprobe.records import ReplayReport
 from nanprobe.render import sections
 from nanprobe.render.grid import Grid, fitting_grid
 from nanprobe.render.ink import Ink
+from nanprobe.render.legend import legend
 from nanprobe.render.names import neutral
 from nanprobe.render.options import Options
 from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Note, Shown, fold_words, select
@@ -82,24 +83,8 @@ def _table_block(report: ReplayReport, items: list[Item], style: Style, width: i
 
 
 def _legend(report: ReplayReport, items: list[Item], grid: Grid | None, width: int) -> list[str]:
-    """Return what the marks and columns that occur in this table mean."""
-    shown = [item for item in items if isinstance(item, Shown)]
-    marks = {item.mark for item in items if not isinstance(item, Fold)}
-    parts = []
-    if CULPRIT in marks:
-        parts.append(f"{CULPRIT} goes wrong first")
-    if ALSO in marks:
-        parts.append(f"{ALSO} goes wrong on its own too, or absorbs")
-    if any(item.row.visit for item in shown):
-        parts.append("#n the visit of a module that is called again, from #0")
-    if any(item.row.phase == "backward" for item in shown):
-        parts.append("grad the gradient of a visit's outputs")
-    if grid is not None:
-        against = f"against {report.reference.upper()}"
-        parts.append(f"err: relative error {against}" if grid.columns.layout.merged else f"rel.err {against}")
-        if grid.columns.headroom:
-            parts.append("bits of headroom below the format's largest value")
-    return _wrapped("    " + "; ".join(parts), width, indent="    ")
+    columns = grid.columns if grid is not None else None
+    return _wrapped("    " + "; ".join(legend(report, items, columns)), width, indent="    ")
 
 
 def _bullet(line: str, width: int) -> list[str]:

@@ -91,6 +91,17 @@ def test_a_boundary_that_the_reference_never_makes_ends_with_its_enclosing_visit
     assert play.met["a"] == [(visit("x"), 0), (own, None), (root, 1)]
 
 
+def test_a_visit_that_the_reference_has_left_is_not_waited_in() -> None:
+    own, block, root = visit("own"), visit("block"), visit("")
+    rest = [visit(str(i)) for i in range(WINDOW // 2)]
+    chains = {own: (root, block), block: (root,), **dict.fromkeys(rest, (root,))}
+    play = Play({"ref": [block, *rest, root], "a": [own, block, *rest, root]}, chains).run()
+    assert play.met["a"] == [(own, None), *((key, i) for i, key in enumerate([block, *rest, root]))]
+    # The reference was not sent on to its end before the lane gave up.
+    assert play.log.index(("a", rest[0])) < play.log.index(("ref", rest[5]))
+    assert play.most_kept <= 3
+
+
 def test_no_more_than_a_window_is_waited_for_inside_a_visit() -> None:
     own, root = visit("own"), visit("")
     rest = [visit(str(i)) for i in range(3 * WINDOW)]

@@ -333,6 +333,9 @@ def test_hooks_of_the_users_own_are_called_on_copies_and_stay() -> None:
     # Once in each lane, and not again for the local error.
     assert not {id(model.inp), id(model.out)} & {module for _, module in seen}
     assert sorted(name for name, _ in seen) == 3 * ["backward"] + 3 * ["post"] + 3 * ["pre"]
+    # What hooks make of an output is no error of the module's.
+    assert measure(report, "inp", "fp16").local_error is None
+    assert measure(report, "inp", "fp16").note == "local error unknown: the module has hooks"
     assert measure(report, "inp", "fp32").absmax == pytest.approx(doubled.abs().max().item(), rel=1e-5)
 
 

@@ -331,6 +331,69 @@ def silent_divergence() -> ReplayReport:
     )
 
 
+def two_drifts() -> ReplayReport:
+    """fp16 and bf16 both drift in a time encoding; bf16 is further off, measured in its tolerance."""
+    story = Story("fp32", "fp16", "bf16", mode="cast")
+    story.visit("embed", "Embedding", 0.5)
+    drifted = {"fp16": {"rel_error": 0.02, "state": "diverged"}, "bf16": {"rel_error": 0.33, "state": "diverged"}}
+    story.visit("time", "TimeEncoding", 1.0, **drifted)
+    story.visit("", "Events", 6.0, leaf=False, **drifted)
+    results = {}
+    for name, error, tolerance in (("fp16", 0.02, 0.0078), ("bf16", 0.33, 0.0625)):
+        drift = Divergence(
+            precision=name,
+            phase="forward",
+            module="time",
+            visit=0,
+            class_="TimeEncoding",
+            mechanism="divergence",
+            rel_error=error,
+            tolerance=tolerance,
+        )
+        results[name] = PrecisionResult(completed=True, verdict="precision", first_divergence=drift)
+    return story.report(results=results)
+
+
+def absorbed_gradient() -> ReplayReport:
+    """A branch that forward masks out makes NaN in backward, in every precision, and nothing comes of it."""
+    story = Story("fp32", "fp16", "bf16")
+    gone = {name: {"absmax": None, "nan": 592, "state": "propagated"} for name in story.precisions}
+    for name, type_name in (("relu", "ReLU"), ("pool", "Pool"), ("", "Events")):
+        story.visit(name, type_name, 3.0, leaf=bool(name), shape=(4, 16, 48))
+    story.visit("", "Events", 0.18, phase="backward", leaf=False, shape=(4, 16, 48))
+    story.visit("pool", "Pool", 0.03, phase="backward", shape=(4, 48))
+    story.visit("relu", "ReLU", 0.009, phase="backward", shape=(4, 16, 48), **gone)
+    story.gradient("head.weight", 0.5)
+    results = {}
+    for name in ("fp16", "bf16"):
+        first = FirstBad(
+            precision=name,
+            phase="backward",
+            module="pool",
+            visit=0,
+            class_="Pool",
+            op="aten.sqrt",
+            mechanism="masked-gradient",
+            precision_related=False,
+            count=37,
+            elements=192,
+            limit=by_name(name).max,
+        )
+        results[name] = PrecisionResult(completed=True, verdict="clean", loss=1.036, first_bad=first)
+    return story.report(results=results, loss=1.036)
+
+
+def full_precision() -> ReplayReport:
+    """FP32 beside FP64: nothing is cast, so the mode says nothing."""
+    story = Story("fp64", "fp32")
+    story.conditions["notes"] = ["autocast ran with PyTorch's CPU operator lists, not the CUDA lists"]
+    story.visit("head", "Linear", 3.0)
+    story.visit("", "Tiny", 3.0, leaf=False)
+    lists = ("blocks", "heads")
+    coverage = Coverage(modules=4, visited=2, never_visited=lists, not_callable=lists)
+    return story.report(command="replay", loss=0.5, coverage=coverage)
+
+
 def clean() -> ReplayReport:
     """Nothing goes wrong in a long model, forward and backward."""
     story = Story("fp32", "fp16", "bf16")
@@ -659,6 +722,9 @@ STORIES = {
         fp16_overflow,
         own_code,
         silent_divergence,
+        two_drifts,
+        absorbed_gradient,
+        full_precision,
         clean,
         not_precision,
         nan_in_batch,
