@@ -178,7 +178,8 @@ class Products:
         counter = self.emulated.get(why)
         if counter is None:
             counter = self.emulated[why] = Counter()
-        counter[func.overloadpacket.__name__.lstrip("_").removeprefix("scaled_dot_product_")] += 1
+        name = func._schema.name.removeprefix("aten::").removeprefix("_")
+        counter[name.replace("scaled_dot_product_flash_attention_for_cpu", "attention")] += 1
 
 
 def _ways() -> Iterator[tuple[Any, Way]]:
