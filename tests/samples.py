@@ -9,6 +9,7 @@ Output is compared *scrubbed*, because the last digits of half-precision kernels
 - a relative error becomes ``<err>``, and the place of a worst error ``<place>``;
 - the rows of a table without a culprit, which are chosen by their errors, become ``<rows>``;
 - versions and durations become ``<version>`` and ``<time>``;
+- what is emulated, which depends on the processor, becomes ``<emulated>``;
 - single gradients that cancel to zero are left out, and precisions that share a line get one each;
 - of what remains, counts must be the same and measured values may differ by 2 %.
 
@@ -36,6 +37,7 @@ _PLACE = re.compile(r"(rel\. error at most <err>, in )(the gradient at )?\S+?(?=
 _ROWS = re.compile(r"(?:^|(?<=\n))( *module +type.*?)(?=\n\n)", re.DOTALL)
 _GRADIENTS = re.compile(r"Gradients - .*?(?=Also found|What to look|Coverage)")
 _FLUSHED = re.compile(r"; [\d,]+ of [\d,]+ parameters with elements flushed to zero \([^)]*\)")
+_EMULATED = re.compile(r"(?:nothing emulated|emulated, not run natively: .*?)(?=; on )", re.DOTALL)
 _VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b")
 _TIME = re.compile(r"\b(?:[\d.]+ m?s|under 1 ms)(?=[,\n]|$)")
 _RULE = re.compile(r"-{2,}")
@@ -83,6 +85,7 @@ def scrubbed(text: str) -> str:
     text = _ERROR.sub("<err>", text)
     text = _TIME.sub("<time>", _VERSION.sub("<version>", text))
     text = " ".join(_RULE.sub("", text).split())
+    text = _EMULATED.sub("<emulated>", text)
     return _PLACE.sub(r"\1<place>", _GRADIENTS.sub(lambda found: _one_line_each(found.group()), text))
 
 
