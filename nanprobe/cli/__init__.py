@@ -33,7 +33,7 @@ __all__ = ["entry_point", "main"]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Why writing to stdout may fail other than by a reader that is gone."""
 
-_EXTRA = re.compile(r"unexpected extra arguments? \((\S+)[ )]")
+_EXTRA = re.compile(r"unexpected extra argument(?:s|\(s\))? \((\S+?)[ )]")
 _BATCHES = (".pt", ".pth", ".bin", ".npz", ".safetensors")
 _BUILT = ("replay", "compare-precisions", "scan-checkpoint", "diff-checkpoints", "render", "explain")
 _NOT_BUILT = ("scan-batch", "isolate", "remedy")
@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     command = next((word for word in arguments if not word.startswith("-")), None)
     try:
         code = _dispatch(list(arguments), command)
+        if code == INTERRUPTED:
+            # Typer made a code of a KeyboardInterrupt and said nothing.
+            raise KeyboardInterrupt
         if sys.stdout is not None:
             sys.stdout.flush()
         return code

@@ -151,14 +151,20 @@ def plan_outputs(
     if fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on: no such severity '{fail_on}'; {suggestion(fail_on, FAIL_ON)}")
     files: list[tuple[Path, str]] = []
+    reals: set[str] = set()
     to_stdout = not output or chosen is not None
     for name in output or ():
         if name == "-":
             to_stdout = True
             continue
         target = Path(name)
-        if "\0" in name or os.path.realpath(target) in [os.path.realpath(known) for known, _ in files]:
-            raise UsageError(f"-o {name}: " + ("no file can have this name" if "\0" in name else "named twice"))
+        try:
+            real = os.path.realpath(target)
+        except ValueError:
+            raise UsageError(f"-o {name}: no file can have this name") from None
+        if real in reals:
+            raise UsageError(f"-o {name}: named twice")
+        reals.add(real)
         files.append((target, _format_of(target)))
     return Outputs(
         stdout=(chosen or "table") if to_stdout else None,
