@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -418,3 +419,54 @@ def test_the_documented_example_has_every_key_and_loads(write: Any) -> None:
     assert set(config.origins) == set(config_document(config)["config"])
     assert config.settings.tolerances[2] == Tolerance(module="head.*", format="bf16", multiple=128)
     assert load_config(write(documented(2))).model.transformers is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (
+            "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(9)),
+            "more than 100,000 values",
+        ),
+        (f"model: {{factory: a:b}}\nseed: {'9' * 5000}\n", "nanprobe.yaml:2: a number of 5,000 digits"),
+        (f"model: {{factory: a:b}}\nseed: {'9' * 3000}\n", "got a number of about 3,000 digits"),
+        (f"model: {{factory: a:b}}\nseed: 0x{'f' * 9000}\n", "a number of 9,002 digits"),
+        ('model: {factory: a:b}\nbatch: "a\\0b.pt"\n', "`batch`: expected text without a NUL character"),
+        ('model: {factory: "a\\0:b"}\n', "`model.factory`: expected text without a NUL character"),
+        (
+            "model: {factory: a:b}\nloss_scale: 1e-300\n",
+            "expected a number from 1e-30 to 3.4e+38, got the number 1e-300",
+        ),
+        ("model: {factory: a:b}\nloss_scale: 1e39\n", "expected a number from 1e-30 to 3.4e+38"),
+        ("model: {factory: a:b}\nignore: [{why: known}]\n", "{module: encoder.*, mechanism: overflow, why:"),
+        ("#" * (5 * 2**20), "larger than 4 MiB"),
+    ],
+    ids=["aliases", "digits", "seed", "hex", "nul", "nul in factory", "small scale", "large scale", "ignore", "large"],
+)
+def test_what_no_config_holds(tmp_path: Path, text: str, part: str) -> None:
+    (tmp_path / "nanprobe.yaml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_config(tmp_path / "nanprobe.yaml")
+    assert part in str(caught.value)
+
+
+def test_an_alias_within_reason_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {factory: a:b, kwargs: {x: &x [1, 2], y: *x, z: *x}}\n")
+    assert load_config(tmp_path / "c.yaml").model.kwargs == {"x": [1, 2], "y": [1, 2], "z": [1, 2]}
+
+
+def test_what_is_no_file_is_said_as_such(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UsageError, match=r"pipe\.yaml: a pipe, where a config file is expected"):
+        load_config(tmp_path / "pipe.yaml")
+    with pytest.raises(UsageError, match="a device, where a config file is expected"):
+        load_config(Path("/dev/zero"))
+    with pytest.raises(UsageError, match="no file can have this name"):
+        load_config(tmp_path / "a\0b")
+    (tmp_path / "nanprobe.yml").symlink_to("nanprobe.yml")
+    with pytest.raises(UsageError, match="symbolic links"):
+        load_config(find_config(tmp_path))
+    (tmp_path / "nanprobe.yaml").mkdir()
+    with pytest.raises(UsageError, match=r"nanprobe\.yaml: a folder, where a config file is expected"):
+        load_config(find_config(tmp_path))

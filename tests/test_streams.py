@@ -88,7 +88,7 @@ def test_streams_that_the_code_closed_or_replaced_are_back(capfd: pytest.Capture
     out, err = sys.stdout, sys.stderr
     with user_code():
         os.write(1, b"through the descriptor\n")
-        sys.stdout = None  # type: ignore[assignment]  # what user code may do
+        sys.stdout = None
     assert (sys.stdout, sys.stderr) == (out, err)
     os.write(1, b"report\n")
     assert capfd.readouterr() == ("report\n", "through the descriptor\n")

@@ -68,7 +68,7 @@ def describe(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value.bit_length() > _LARGEST_SEED.bit_length() * 2:
-        return f"a number of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
+        return f"a number of about {int((value.bit_length() - 1) * math.log10(2)) + 1:,} digits"
     if isinstance(value, int | float):
         return f"the number {value}"
     if isinstance(value, str):

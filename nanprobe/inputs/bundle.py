@@ -44,7 +44,8 @@ def open_bundle(value: Mapping[str, Any], path: Path) -> tuple[Bundle, Any]:
     """Return a bundle's state and its batch; UsageError naming the file when the bundle is not as it should be."""
     version = value[_MARK]
     if type(version) is not int or version != BUNDLE_VERSION:
-        shown = str(version)[:40] if isinstance(version, int | float | str) else f"a {type(version).__name__}"
+        plain = isinstance(version, str | float) or (isinstance(version, int) and version.bit_length() < 64)
+        shown = str(version)[:40] if plain else f"(a {type(version).__name__})"
         raise UsageError(f"batch: {path} is a bundle of version {shown}, this nanprobe reads version {BUNDLE_VERSION}")
     if "batch" not in value:
         raise UsageError(f"batch: {path} is a bundle without a `batch`")

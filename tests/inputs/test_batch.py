@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import random
 import zipfile
@@ -288,3 +289,42 @@ def test_a_damaged_bundle(tmp_path: Path, change: dict[str, Any], part: str | No
         part = "without a `batch`"
     torch.save(value, path)
     assert part in error_of(path)
+
+
+def test_a_pipe_is_no_batch(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "batch.pt")
+    with pytest.raises(UsageError, match=r"batch\.pt: a pipe, where a file is expected"):
+        load(tmp_path / "batch.pt")
+    with pytest.raises(UsageError, match="a device, where a file is expected"):
+        load(Path("/dev/zero"))
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+        load(tmp_path / ("x" * 5000))
+    with pytest.raises(UsageError, match="without a NUL character"):
+        load(tmp_path / "a\0b.pt")
+
+
+def test_tensors_on_the_meta_device_hold_nothing(tmp_path: Path) -> None:
+    torch.save({"ids": torch.ones(2), "mask": torch.empty(2, device="meta")}, tmp_path / "batch.pt")
+    with pytest.raises(UsageError, match="`mask` is on the meta device and holds no values"):
+        load(tmp_path / "batch.pt")
+
+
+@pytest.mark.parametrize("version", [torch.ones(3), torch.tensor(1), True, "1", 2, 10**300], ids=range(6))
+def test_a_bundle_of_a_strange_version(tmp_path: Path, version: Any) -> None:
+    torch.save({"nanprobe_bundle": version, "batch": IDS}, tmp_path / "batch.pt")
+    with pytest.raises(UsageError, match=r"is a bundle of version .*reads version 1"):
+        load(tmp_path / "batch.pt")
+
+
+@pytest.mark.parametrize(("dim", "fits"), [(0, True), (1, True), (2, False), (99, False), (-1, True), (-2, False)])
+def test_the_batch_dimension_is_there(tmp_path: Path, dim: int, fits: bool) -> None:
+    torch.save((IDS, torch.ones(2)), tmp_path / "batch.pt")
+    spec = BatchSpec(path=tmp_path / "batch.pt", dim=dim)
+    if fits:
+        load_batch(spec)
+    else:
+        with pytest.raises(UsageError, match=f"`dim: {dim}` is beyond its tensors"):
+            load_batch(spec)

@@ -401,3 +401,59 @@ def test_a_transformers_model_that_cannot_be_built(bert: Path, where: str, class
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+STRANGE = """
+import os
+from torch import nn
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        pass
+
+
+def mute():
+    raise Mute
+
+
+def bare():
+    return Bare()
+
+
+def bare_inside():
+    return nn.Sequential(nn.Linear(2, 2), Bare())
+
+
+def wanders():
+    os.chdir("/")
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "part"),
+    [
+        ("strange.py:mute", "strange.py:mute raised Mute ("),
+        ("strange.py:bare", "class Bare does not call super().__init__()"),
+        ("strange.py:bare_inside", "Bare"),
+        ("x" * 5000 + ".py:build", "no such file"),
+    ],
+)
+def test_factories_that_go_wrong_in_strange_ways(tmp_path: Path, factory: str, part: str) -> None:
+    (tmp_path / "strange.py").write_text(STRANGE)
+    with pytest.raises(UsageError) as caught:
+        build(tmp_path, factory)
+    assert part in str(caught.value)
+
+
+def test_a_factory_that_leaves_its_folder_is_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "strange.py").write_text(STRANGE)
+    monkeypatch.chdir(tmp_path)
+    build(tmp_path, "strange.py:wanders")
+    assert Path.cwd() == tmp_path.resolve()
