@@ -284,10 +284,12 @@ class Counter:
         return int(self._below[self._bounds.place[limit]])
 
     def _add_sums(self, low: float, high: float, total: float, squares: float) -> None:
-        self._sums[0] = min(self._sums[0], low)
-        self._sums[1] = max(self._sums[1], high)
-        self._sums[2] += total
-        self._sums[3] += squares
+        sums = self._sums
+        sums[0], sums[1] = min(sums[0], low), max(sums[1], high)
+        # A sum beyond FP64 is Inf, and no reason to warn.
+        with np.errstate(over="ignore"):
+            sums[2] += total
+            sums[3] += squares
 
     def _widen(self, low: int, high: int) -> None:
         self._whole = (low, high) if self._whole is None else (min(self._whole[0], low), max(self._whole[1], high))
@@ -312,8 +314,9 @@ class Counter:
         self._widen(int(values.min()), int(values.max()))
         for start in range(0, values.size, 1 << 18):
             part = values[start : start + (1 << 18)].astype(np.float64)
-            self._sums[2] += float(part.sum())
-            self._sums[3] += float(np.dot(part, part))
+            with np.errstate(over="ignore"):
+                self._sums[2] += float(part.sum())
+                self._sums[3] += float(np.dot(part, part))
 
     def _feed_wide(self, values: Any, kernels: Kernels | None) -> None:
         self._elements += values.size

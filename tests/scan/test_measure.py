@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from nanprobe.checkpoints import index_checkpoint
 from nanprobe.formats import by_name
-from nanprobe.numerics.stored import Tally
+from nanprobe.numerics.stored import Counter, Tally
 from nanprobe.scan import look, measure
 from nanprobe.scan.look import Looker, boxes
 
@@ -95,3 +95,14 @@ def test_views_and_second_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 entry.name
             )
             assert tally.total == pytest.approx(expected.sum(), rel=1e-6, abs=1e-6)
+
+
+def test_sums_beyond_fp64_are_inf_without_a_warning() -> None:
+    values = np.full(6, 1e308)
+    counters = [Counter("float64") for _ in range(2)]
+    for counter in counters:
+        counter.feed(memoryview(values.tobytes()))
+    counters[0].merge(counters[1])
+    tally = counters[0].finish()
+    assert tally.squares == np.inf
+    assert tally.high == 1e308
