@@ -111,24 +111,9 @@ def test_the_flags_that_beat_the_config_reach_the_report(
     engine: Engine,  # noqa: F811  # the fixture
     here: Path,
 ) -> None:
-    words = [
-        "--checkpoint",
-        "w.pt",
-        "--batch",
-        "bad.pt",
-        "--mode",
-        "cast",
-        "--autocast-policy",
-        "cpu",
-        "--loss-scale",
-        "1024",
-        "--device",
-        "cpu",
-        "--seed",
-        "3",
-        "--no-backward",
-        "--trust-pickle",
-    ]
+    words = ["--checkpoint", "w.pt", "--batch", "bad.pt", "--mode", "cast", "--autocast-policy", "cpu"]
+    words += ["--attention", "math", "--loss-scale", "1024", "--device", "cpu", "--seed", "3"]
+    words += ["--no-backward", "--trust-pickle"]
     main(["replay", *words])
     assert list(engine.calls[0]["overrides"]) == words
     main(["replay", "--loss-scale", "0.123456789"])

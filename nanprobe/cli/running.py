@@ -144,6 +144,7 @@ def _words(flags: Flags) -> tuple[str, ...]:
         ("--batch", flags.batch),
         ("--mode", flags.mode),
         ("--autocast-policy", flags.autocast_policy),
+        ("--attention", flags.attention),
         ("--loss-scale", flags.loss_scale),
         ("--device", flags.device),
         ("--seed", flags.seed),
