@@ -286,8 +286,8 @@ class Counter:
     def _add_sums(self, low: float, high: float, total: float, squares: float) -> None:
         sums = self._sums
         sums[0], sums[1] = min(sums[0], low), max(sums[1], high)
-        # A sum beyond FP64 is Inf, and no reason to warn.
-        with np.errstate(over="ignore"):
+        # A sum beyond FP64 is Inf, or NaN where two such cancel, and no reason to warn.
+        with np.errstate(over="ignore", invalid="ignore"):
             sums[2] += total
             sums[3] += squares
 

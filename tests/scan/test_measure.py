@@ -101,7 +101,7 @@ def test_sums_beyond_fp64_are_inf_without_a_warning() -> None:
     values = np.full(6, 1e308)
     counters = [Counter("float64") for _ in range(2)]
     for counter in counters:
-        counter.feed(memoryview(values.tobytes()))
+        counter.feed(np.frombuffer(values.tobytes(), np.uint8))
     counters[0].merge(counters[1])
     tally = counters[0].finish()
     assert tally.squares == np.inf
