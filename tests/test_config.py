@@ -470,3 +470,11 @@ def test_what_is_no_file_is_said_as_such(tmp_path: Path) -> None:
     (tmp_path / "nanprobe.yaml").mkdir()
     with pytest.raises(UsageError, match=r"nanprobe\.yaml: a folder, where a config file is expected"):
         load_config(find_config(tmp_path))
+
+
+def test_an_ignore_entry_that_says_little_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {factory: a:b}\nignore: [{module: head}, {mechanism: overflow, why: known}]\n")
+    without_mechanism, without_why = load_config(path).notes
+    assert "c.yaml:2: `ignore[0]` has no `mechanism`, so every finding there is ignored" in without_mechanism
+    assert "`ignore[0]` has no `why`" in without_why

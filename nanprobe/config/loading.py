@@ -245,6 +245,13 @@ class _Reader:
                     f"`{section.name}` would ignore everything; give a `module` or a `mechanism`, as in "
                     "{module: encoder.*, mechanism: overflow, why: known since the last release}",
                 )
+            lacking = {
+                "mechanism": "`mechanism`, so every finding there is ignored",
+                "why": "`why`, so nobody will know the reason",
+            }
+            for key, text in lacking.items():
+                if key not in section.nodes:
+                    self.notes.append(f"{self.source}:{item.line}: `{section.name}` has no {text}")
             rule = IgnoreRule(
                 module=self.take(section, "module", _any_text, "*"),
                 mechanism=self.take(section, "mechanism", mechanism_pattern, "*"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanprobe.errors import text_of
 from nanprobe.inputs.call import Call
 from nanprobe.inputs.factories import one_line
 from nanprobe.numerics.tree import named_tensors
@@ -51,7 +52,7 @@ def explain_forward_error(
         return None
     if isinstance(error, NotImplementedError) or is_out_of_memory(error):
         return None
-    message = str(error)
+    message = text_of(error)
     if isinstance(error, IndexError | RuntimeError) and _OUT_OF_RANGE.search(message):
         return _out_of_range(message, model, call, module_path, inputs)
     if _TYPE.search(message):
@@ -165,7 +166,7 @@ def _tables(model: nn.Module, path: str | None) -> Iterator[tuple[str, int]]:
 
 def _wrong_type(error: BaseException, model: nn.Module, call: Call, path: str | None, inputs: Any) -> str | None:
     place = _place(model, path)
-    unwanted = _NO_TENSOR.search(str(error))
+    unwanted = _NO_TENSOR.search(text_of(error))
     if unwanted is not None:
         given = {**{str(position): value for position, value in enumerate(call.args)}, **call.kwargs}
         found = [name for name, value in given.items() if type(value).__name__ == unwanted.group(1)]
@@ -178,7 +179,7 @@ def _wrong_type(error: BaseException, model: nn.Module, call: Call, path: str | 
 
 
 def _wrong_shape(error: BaseException, model: nn.Module, call: Call, path: str | None, inputs: Any) -> str | None:
-    message = str(error)
+    message = text_of(error)
     module = _module(model, path)
     # A container is given the batch whole, which says nothing about what its own code used when it raised. A leaf with
     # parameters fails against those, so fields that disagree with each other are not looked for.
