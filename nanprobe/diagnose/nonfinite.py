@@ -192,7 +192,7 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     if fails_too:
         text += f" {name}'s loss is non-finite as well." if lane is not trace.reference else ""
     elif reference is not None:
-        text += f" {name}'s loss is {reference:.4g}."
+        text += f" {name}'s loss is {shown(reference)}."
     return FirstBad(
         precision=lane.precision,
         phase="loss",

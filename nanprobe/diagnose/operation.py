@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from nanprobe.diagnose.explain import shown
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.formats import by_dtype, by_name
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, OperationFact
@@ -179,7 +180,7 @@ def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
 def _cast_parameter(bad: FirstBad, fact: OperationFact) -> FirstBad:
     """Return the fault of a weight that autocast turns into Inf on its way into a product."""
     assert fact.parameter is not None
-    limit = f", {bad.precision} ends at {bad.limit:.5g}" if bad.limit is not None else ""
+    limit = f", {bad.precision} ends at {shown(bad.limit)}" if bad.limit is not None else ""
     return dataclasses.replace(
         bad,
         phase="parameter",
@@ -196,7 +197,7 @@ def _cast_parameter(bad: FirstBad, fact: OperationFact) -> FirstBad:
         reference_absmax=fact.exact_absmax,
         explanation=(
             f"The weight itself is beyond the format: cast for the product, {fact.count:,} of {fact.elements:,} "
-            f"elements of {fact.parameter} become Inf; it reaches {fact.exact_absmax:.4g}{limit}."
+            f"elements of {fact.parameter} become Inf; it reaches {shown(fact.exact_absmax or 0.0)}{limit}."
         ),
     )
 
@@ -268,11 +269,11 @@ def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:
 def _sentence(fact: OperationFact) -> str:
     text = f"The operation is {fact.op}"
     if fact.input_absmax is not None:
-        text += f", on operands up to {fact.input_absmax:.4g}"
+        text += f", on operands up to {shown(fact.input_absmax)}"
     if fact.masked_rows:
         return f"{text}; {fact.masked_rows:,} rows are masked throughout."
     if fact.exact_absmax is not None:
-        return f"{text}; exactly it gives up to {fact.exact_absmax:.4g}."
+        return f"{text}; exactly it gives up to {shown(fact.exact_absmax)}."
     if fact.exact_known:
         return f"{text}; FP64 gives no finite result on them either."
     return f"{text}."
