@@ -17,7 +17,7 @@ from nanprobe.checkpoints.dtypes import BITS, nbytes
 from nanprobe.checkpoints.records import Damage, Piece, Problem, Storage, TensorEntry
 from nanprobe.checkpoints.stream import read_storage
 from nanprobe.numerics.stored import COUNTABLE, PACKED, decoded
-from nanprobe.scan.plan import Block, blocks_dtype, simplified
+from nanprobe.scan.plan import Block, blocks_dtype, memory_order, simplified
 from nanprobe.scan.reading import Files, is_random_access, read_range
 from nanprobe.scan.strided import strided_chunks
 
@@ -132,9 +132,13 @@ class Looker:
         if contiguous:
             values = self._run(entry.dtype, storage, offset, count)
         else:
-            block = Block(piece.storage, entry.dtype, offset, sizes, strides)
+            # Read as the elements lie in memory: row by row, a transposed view costs its whole storage for each row.
+            axes = memory_order(strides)
+            lying = tuple(sizes[at] for at in axes)
+            block = Block(piece.storage, entry.dtype, offset, lying, tuple(strides[at] for at in axes))
             raw = np.concatenate(list(strided_chunks(self._files, storage, block)))
             values = decoded(raw.view(np.uint8), entry.dtype, storage.byteorder)
+            values = values.reshape(lying).transpose(np.argsort(axes)).reshape(-1)
         if times > 1:
             kept = tuple(1 if stride == 0 else length for length, stride in zip(size, piece.strides, strict=True))
             values = np.broadcast_to(values.reshape(kept), size)

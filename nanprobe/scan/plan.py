@@ -18,7 +18,7 @@ from nanprobe.checkpoints.dtypes import BITS, nbytes
 from nanprobe.checkpoints.records import Piece, Storage, TensorEntry
 from nanprobe.numerics.stored import COUNTABLE
 
-__all__ = ["Block", "Part", "Plan", "Range", "blocks_dtype", "plan", "simplified"]
+__all__ = ["Block", "Part", "Plan", "Range", "blocks_dtype", "memory_order", "plan", "simplified"]
 
 _OVERLAP = 4
 """Times that the bytes of a storage may be read for different views of it."""
@@ -116,7 +116,9 @@ def _part(entry: TensorEntry, piece: Piece, storages: Mapping[str, Storage]) -> 
         return None
     if blocks_dtype(entry):
         return Part(Range(piece.storage, entry.dtype, 0, storages[piece.storage].size), 1)
-    shape, strides, times = simplified(piece.shape, piece.strides)
+    # Counting needs no order, so a transposed view is read as its elements lie in memory.
+    axes = memory_order(piece.strides)
+    shape, strides, times = simplified([piece.shape[at] for at in axes], [piece.strides[at] for at in axes])
     bits = BITS[entry.dtype]
     if _is_contiguous(shape, strides):
         start = piece.offset * bits // 8
@@ -124,7 +126,12 @@ def _part(entry: TensorEntry, piece: Piece, storages: Mapping[str, Storage]) -> 
     return Part(Block(piece.storage, entry.dtype, piece.offset, shape, strides), times)
 
 
-def simplified(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions from the largest stride to the smallest, those of equal stride as they come."""
+    return sorted(range(len(strides)), key=lambda at: -strides[at])
+
+
+def simplified(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return shape and strides without dimensions of one element or of stride zero, and how often those repeat."""
     times = 1
     kept: list[tuple[int, int]] = []

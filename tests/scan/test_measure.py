@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from nanprobe.checkpoints import index_checkpoint
+from nanprobe.checkpoints.records import Storage
 from nanprobe.formats import by_name
 from nanprobe.numerics.stored import Counter, Tally
-from nanprobe.scan import look, measure
+from nanprobe.scan import look, measure, strided
 from nanprobe.scan.look import Looker, boxes
+from nanprobe.scan.reading import Files, read_range
 
 CASTS = [by_name("fp16"), by_name("fp8-e4m3")]
 
@@ -106,3 +109,33 @@ def test_sums_beyond_fp64_are_inf_without_a_warning() -> None:
     tally = counters[0].finish()
     assert tally.squares == np.inf
     assert tally.high == 1e308
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_transposed_view_reads_its_storage_a_few_times_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: bool
+) -> None:
+    held = torch.randn(600, 640, generator=torch.Generator().manual_seed(0))
+    held[7, 598], held[599, 3] = math.nan, math.inf
+    view = held.t() if dense else held[:, :599].t()
+    path = tmp_path / "view.pt"
+    torch.save({"w": view}, path)
+    monkeypatch.setattr(strided, "CHUNK", 1 << 14)
+    read = []
+
+    def counting(files: Files, storage: Storage, start: int, into: Any) -> None:
+        read.append(into.nbytes)
+        read_range(files, storage, start, into)
+
+    for module in (strided, look, measure):
+        monkeypatch.setattr(module, "read_range", counting)
+    (found,) = tallies(path).values()
+    assert (found.elements, found.nan, found.posinf) == (view.numel(), 1, 1)
+    index = index_checkpoint(path)
+    with Looker(index.storages) as looks:
+        first = looks.first(index.tensors[0], {"nan": np.isnan, "inf": np.isinf})
+        values = np.concatenate([looks.read(index.tensors[0], box).ravel() for box in boxes(view.shape, 50_000)])
+    assert first == {"nan": (598, 7), "inf": (3, 599)}
+    assert np.array_equal(values, view.contiguous().numpy().ravel(), equal_nan=True)
+    # One pass of counting, one look for the first, and one read for each of eight boxes.
+    assert sum(read) <= 12 * held.numel() * held.element_size()
