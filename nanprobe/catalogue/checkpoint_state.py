@@ -203,7 +203,7 @@ CHECKPOINT_STATE = Family(
                 "each, as it is built to."
             ),
             looks_like=(
-                "An error with the key and the value: `the loss scale scaler.scale is 5.3e-23, less than 1: gradients "
+                "An error with the key and the value: `scaler.scale: the loss scale is 5.3e-23, less than 1: gradients "
                 "overflowed at every scale that was tried`."
             ),
             what_to_try=(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
 from nanprobe.render.scan_text import size_words
@@ -9,6 +11,7 @@ from nanprobe.scan_records import Change, DiffReport
 
 __all__ = ["diff_facts", "shown_changes"]
 
+_WORDS = {"added": "added", "removed": "removed", "reshaped": "reshaped"}
 _MOST = 40
 _FEW = 6
 
@@ -19,9 +22,10 @@ def shown_changes(report: DiffReport, *, verbose: bool) -> tuple[list[Change], s
         return list(report.changes), ""
     moved = [change for change in report.changes if change.kind != "unchanged"]
     shown = moved[:_MOST]
-    left = []
+    left: list[str] = []
     if len(moved) > len(shown):
-        left.append(f"{len(moved) - len(shown):,} more changed less")
+        kinds = Counter(_WORDS.get(change.kind, "changed less") for change in moved[_MOST:])
+        left.extend(f"{count:,} more {words}" for words, count in kinds.items())
     same = len(report.changes) - len(moved)
     if same:
         left.append(f"{numbers.plural(same, 'tensor')} unchanged")

@@ -13,10 +13,14 @@ from dataclasses import replace
 
 from nanprobe.errors import UsageError
 from nanprobe.scan_records import ScanFinding
+from nanprobe.special_file import special_file
 
 __all__ = ["baseline_text", "marked", "read_baseline"]
 
 _VERSION = 1
+
+_MOST_BYTES = 64 << 20
+"""Bytes of a baseline that are read: some hundred thousand findings."""
 
 Identity = tuple[str, str, str, str]
 
@@ -37,13 +41,22 @@ def _identity(finding: ScanFinding, roots: Iterable[str]) -> Identity:
 
 def read_baseline(path: str) -> set[Identity]:
     """Return the findings that a baseline file lists; UsageError when it cannot be read or is none."""
+    special = special_file(path)
+    if special is not None:
+        raise UsageError(f"baseline {path} is {special}, where a file that --update-baseline wrote is expected")
     try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise UsageError(f"baseline {path} does not exist; --update-baseline writes it") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"baseline {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > _MOST_BYTES:
+        raise UsageError(f"baseline {path} has more than {_MOST_BYTES:,} bytes, which is more than one is read of")
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        raise UsageError(f"baseline {path} is no JSON; --update-baseline writes one that is") from None
     entries = document.get("findings") if isinstance(document, dict) else None
     if not isinstance(document, dict) or document.get("nanprobe_baseline") != _VERSION or not isinstance(entries, list):
         raise UsageError(f"{path} is no nanprobe baseline of version {_VERSION}; --update-baseline writes one")

@@ -81,6 +81,7 @@ class _Total:
     findings: list[ScanFinding] = field(default_factory=list)
     rows: list[TensorRow] = field(default_factory=list)
     said: bool = False
+    included: bool = False
 
 
 def scan(paths: Sequence[str], options: ScanOptions | None = None, progress: Progress = SILENT) -> ScanReport:
@@ -102,7 +103,8 @@ def scan(paths: Sequence[str], options: ScanOptions | None = None, progress: Pro
             errors.append(error)
     if errors and len(errors) == len(dict.fromkeys(paths)):
         raise UsageError("; ".join(str(error) for error in errors))
-    if not total.said and not errors:
+    missed = bool(options.include) and total.tensors > 0 and not total.included
+    if (missed or not total.said) and not errors:
         raise UsageError(_nothing(paths, options, total))
     findings = sorted_findings(marked(total.findings, known, paths) if known else total.findings)
     report = ScanReport(
@@ -147,7 +149,8 @@ def _nothing(paths: Sequence[str], options: ScanOptions, total: _Total) -> str:
         return (
             f"nothing was scanned: none of the {total.tensors:,} tensors in {where} is left by --include and --exclude"
         )
-    return f"nothing was scanned: {where} holds no tensors"
+    why = next((finding.message for finding in total.findings if finding.severity == "warning"), None)
+    return f"nothing was scanned: {where} holds no tensors" if why is None else f"nothing was scanned: {where}: {why}"
 
 
 def _scan_one(
@@ -156,6 +159,7 @@ def _scan_one(
     progress.stage("index", None)
     index = index_checkpoint(path)
     chosen = [entry for entry in index.tensors if _chosen(entry, options)]
+    total.included = total.included or bool(chosen)
     # Placeholders stand for values that lie elsewhere, and tensors of no elements hold nothing.
     held = [entry for entry in chosen if entry.layout not in ("placeholder", "meta")]
     measured = measure(held, index.storages, casts, check=options.check_crc, workers=options.workers, progress=progress)
@@ -182,8 +186,12 @@ def _scan_one(
             _skipped_row(entry, "saved without values") for entry in chosen if entry.layout in ("placeholder", "meta")
         )
     counted = any(tensor.tally is not None for tensor in tensors)
-    if counted or index.scalars or any(finding.severity != "note" for finding in findings):
+    if counted or index.scalars or any(_says_something(finding) for finding in findings):
         total.said = True
+
+
+def _says_something(finding: ScanFinding) -> bool:
+    return finding.severity != "note" and finding.rule != "not-scanned"
 
 
 def _chosen(entry: TensorEntry, options: ScanOptions) -> bool:

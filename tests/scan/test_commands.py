@@ -120,6 +120,63 @@ def test_patterns(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing was scanned" in err
 
 
+def test_a_pattern_that_matches_nothing_is_no_clean_scan_even_beside_plain_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"model": {"fc.weight": torch.full((2, 2), math.nan)}, "epoch": 3, "lr": 0.1}, path)
+    assert run(capsys, "scan-checkpoint", path, "--include", "fc*")[0] == 1
+    code, _, err = run(capsys, "scan-checkpoint", path, "--include", "cf*")
+    assert code == 2
+    assert "left by --include" in err
+
+
+def test_a_file_of_which_nothing_could_be_read_is_no_clean_scan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sealed.pt"
+    torch.save({"fc.weight": torch.zeros(2)}, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"PK\x01\x02")
+    assert b"data.pkl" in content[at : at + 80]
+    content[at + 8] |= 1  # the flag of an encrypted member
+    path.write_bytes(content)
+    code, out, err = run(capsys, "scan-checkpoint", path)
+    assert (code, out) == (2, "")
+    assert "is encrypted" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 200_000, "is no JSON"),
+        ("9" * 6000, "is no JSON"),
+        ("{}", "is no nanprobe baseline"),
+        (None, "is a device"),
+    ],
+)
+def test_a_baseline_that_is_none(
+    bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    baseline = tmp_path / "known.json" if content is not None else Path(os.devnull)
+    if content is not None:
+        baseline.write_text(content)
+    code, _, err = run(capsys, "scan-checkpoint", bad, "--baseline", baseline)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_baseline_is_read_up_to_a_limit(
+    bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanprobe.scan.baseline._MOST_BYTES", 100)
+    baseline = tmp_path / "known.json"
+    baseline.write_text(" " * 101)
+    code, _, err = run(capsys, "scan-checkpoint", bad, "--baseline", baseline)
+    assert (code, "more than 100 bytes" in err) == (2, True)
+
+
 def test_a_baseline(bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baseline = tmp_path / "known.json"
     assert run(capsys, "scan-checkpoint", bad, "--baseline", baseline)[0] == 2

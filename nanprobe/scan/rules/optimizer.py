@@ -91,7 +91,9 @@ def _vanished(first: Tensor, second: Tensor, looks: Looks) -> Iterator[ScanFindi
             f"{second.role.state} is zero where {first.role.state} is not: {share_of(count, second.entry.elements)}; "
             "an update divides by eps alone there"
         )
-        yield tensor_finding(second, "zero-second-moment", "warning", message, evidence)
+        wide = second.entry.dtype in ("float32", "float64")
+        remedy = "a larger eps bounds the update; or start this state afresh" if wide else None
+        yield tensor_finding(second, "zero-second-moment", "warning", message, evidence, remedy)
 
 
 def judge_steps(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> Iterator[ScanFinding]:

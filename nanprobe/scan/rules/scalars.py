@@ -50,13 +50,13 @@ def judge_scalars(subject: Subject) -> Iterator[ScanFinding]:
 def _loss_scale(file: str, key: str, value: float) -> Iterator[ScanFinding]:
     evidence = {"key": key, "value": value}
     if not math.isfinite(value):
-        yield file_finding(file, "loss-scale-nonfinite", "error", f"the loss scale {key} is {value}", evidence)
+        yield file_finding(file, "loss-scale-nonfinite", "error", f"{key}: the loss scale is {value}", evidence)
     elif value < SMALLEST_SCALE:
         what = "zero" if value == 0 else "negative" if value < 0 else f"{value:.3g}, less than 1"
-        message = f"the loss scale {key} is {what}: gradients overflowed at every scale that was tried"
+        message = f"{key}: the loss scale is {what}: gradients overflowed at every scale that was tried"
         yield file_finding(file, "loss-scale-collapsed", "error", message, evidence)
     elif value > LARGEST_SCALE:
-        message = f"the loss scale {key} is {value:.3g}: it has grown for so long that no gradient can have been large"
+        message = f"{key}: the loss scale is {value:.3g}: it has grown for so long that no gradient can have been large"
         yield file_finding(
             file, "loss-scale-nonfinite", "warning", message, evidence, "check that gradients reach the scaler at all"
         )
