@@ -21,8 +21,8 @@ class Window:
         self.base = base
         self._owned = file is None
         self._kept: list[tuple[int, bytes]] = []
-        # Closed by close(): the class itself is the context.
-        self._file: BinaryIO = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115
+        opened = open(path, "rb", buffering=0) if file is None else file  # noqa: SIM115  # close() is the context's end
+        self._file: BinaryIO = opened
         rest = max(_length(self._file) - base, 0)
         self.size = rest if size is None else min(size, rest)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,7 @@ class RandomState:
     def capture(cls) -> RandomState:
         """Return the present state; CUDA's only when CUDA is in use, since asking would start it."""
         legacy: Any = np.random.get_state(legacy=True)
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # PyTorch declares no types for it
-        return cls(
-            torch=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if in_use else (),
-            python=random.getstate(),
-            numpy=legacy,
-        )
+        return replace(cls.capture_torch(), python=random.getstate(), numpy=legacy)
 
     @classmethod
     def capture_torch(cls) -> RandomState:

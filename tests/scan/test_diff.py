@@ -144,6 +144,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diff-checkpoints", str(a), str(tmp_path / "missing.pt")]) == 2
 
 
+def test_what_is_left_out_of_the_table_is_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {f"kept.{at:02}": normal(4, seed=at) for at in range(50)}
+    moved = {name: value + 1 for name, value in kept.items()}
+    one, two = pair(tmp_path, kept, moved | {f"new.{at}": normal(4, seed=at) for at in range(3)})
+    main(["diff-checkpoints", str(one), str(two)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "10 more changed less" in out
+    assert "3 more added" in out
+
+
 def test_a_distributed_checkpoint_against_a_file(tmp_path: Path) -> None:
     values = layouts.parameters()
     folder = layouts.save_dcp(tmp_path / "dcp", {"model": values})

@@ -87,6 +87,8 @@ def test_a_second_moment_that_vanished(tmp_path: Path) -> None:
     adam.state(0, "exp_avg_sq")[1, 1:4] = 0
     finding = only(saved(tmp_path, adam.tree()), "zero-second-moment")
     assert (finding.severity, finding.evidence["count"], finding.evidence["first_index"]) == ("warning", 3, [1, 1])
+    assert finding.remedy is not None
+    assert "FP32" not in finding.remedy  # it is FP32 already
     adam.state(0, "exp_avg")[1, 1:4] = 0
     assert worth_a_word(saved(tmp_path, adam.tree())) == []
 
