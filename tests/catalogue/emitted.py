@@ -83,7 +83,7 @@ def emitted() -> dict[str, set[str]]:
     """Return every rule and mechanism that the package names, and the files that do."""
     rooms = ("diagnose", "lanes", "scan", "checkpoints", "inputs")
     files = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in [*files, PACKAGE / "pipeline.py"]}
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in [*files, *(PACKAGE / "pipeline").glob("*.py")]}
     places = places_of(list(trees.values()))
     found: dict[str, set[str]] = {}
     for path, tree in trees.items():

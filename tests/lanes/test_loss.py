@@ -172,7 +172,7 @@ def test_no_scale_is_looked_for_when_forward_fails_already(monkeypatch: pytest.M
     def fail(*_: Any) -> None:
         raise AssertionError("looked for a loss scale")
 
-    monkeypatch.setattr("nanprobe.pipeline.largest_loss_scale", fail)
+    monkeypatch.setattr("nanprobe.pipeline.scaling.largest_loss_scale", fail)
     model = Code(lambda self, x: self.lin(x) * 1e6, lin=nn.Linear(4, 4))
     report = nanprobe.replay(model, torch.randn(3, 4), loss=lambda o, b: o.mean(), mode="cast")
     assert report.verdict == "precision"

@@ -1,0 +1,9 @@
+"""Each command as one readable function: load, look, replay, diagnose, report.
+
+Nothing here prints or exits. The command line and the Python interface both end in :func:`run_replay`.
+"""
+
+from nanprobe.pipeline.replay import replay_command, run_replay
+from nanprobe.pipeline.subject import Subject
+
+__all__ = ["Subject", "replay_command", "run_replay"]

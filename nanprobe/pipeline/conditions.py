@@ -1,0 +1,96 @@
+"""What a report says of how a replay was run: environment and conditions."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanprobe.config import Settings
+from nanprobe.lanes.lane_model import kept_paths
+from nanprobe.lanes.process_state import read_flags
+from nanprobe.lanes.run import has_compiled_parts
+from nanprobe.lanes.spec import ReplaySpec
+from nanprobe.lanes.trace import Trace
+from nanprobe.numerics.autocast_policy import unknown_to_us
+
+__all__ = ["conditions", "environment"]
+
+_WITH_FUSED_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+_ATTENTION = {
+    "math": "scaled-dot-product attention took PyTorch's math back end in every lane",
+    "math-half": (
+        "scaled-dot-product attention was written out, its scores kept in each lane's own precision and scaled after "
+        "the product, as hand-written code has it"
+    ),
+}
+"""What a report says about attention that is not left to PyTorch's choice."""
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions, the device and the flags that change numbers."""
+    flags = read_flags()
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+    found.update({name: value for name, value in flags.items() if name != "default_dtype"})
+    found["default_dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return found
+
+
+def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[str, ...]) -> dict[str, Any]:
+    """Return how the lanes were run, what was emulated, and what a reader should know about it."""
+    autocast = settings.mode == "autocast"
+    followed = "cuda" if spec.emulates_cuda else spec.device.type
+    policy = followed if autocast else None
+    emulated: dict[str, Any] = {}
+    drawn = {name: lane.drawn for name, lane in trace.lanes.items() if lane.drawn}
+    if drawn:
+        emulated["random draws made in FP32 and rounded"] = drawn
+    for name, lane in trace.lanes.items():
+        for why, counts in lane.emulated.items():
+            emulated.setdefault(why, {})[name] = counts
+    told = list(notes)
+    if autocast and settings.autocast_policy != policy:
+        told.append(
+            f"autocast ran with PyTorch's {str(policy).upper()} operator lists, not the "
+            f"{settings.autocast_policy.upper()} lists: PyTorch has no others for this device"
+        )
+    if autocast and spec.emulates_cuda and unknown_to_us():
+        told.append(f"left alone, though CUDA's autocast changes them: {', '.join(unknown_to_us())}")
+    if autocast and any(isinstance(module, _WITH_FUSED_PATHS) for module in spec.model.modules()):
+        told.append(
+            "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
+        )
+    if spec.attention in _ATTENTION:
+        told.append(_ATTENTION[spec.attention])
+    if has_compiled_parts(spec.model):
+        told.append("compiled parts ran eagerly: compiled kernels keep FP32 where eager code rounds in between")
+    for lane in (trace.reference, *trace.lanes.values()):
+        told.extend(f"{lane.precision}: {note}" for note in lane.notes)
+    scales = {name: lane.loss_scale for name, lane in trace.lanes.items()}
+    return {
+        "mode": settings.mode,
+        "autocast_policy": policy,
+        "attention": spec.attention,
+        "loss_scale": max(scales.values(), default=1.0),
+        "loss_scales": scales,
+        "seed": settings.seed,
+        "random_state": "restored from the bundle" if spec.random is not None else "from the seed",
+        "train": spec.train,
+        "backward": trace.reference.backward_ran,
+        "local_error": spec.local_error,
+        "keep_fp32": list(kept_paths(spec.model, settings.keep_fp32)),
+        "batch_dim": spec.batch_dim,
+        "batch_size": spec.batch_size,
+        "emulated": emulated,
+        "notes": list(dict.fromkeys(told)),
+    }

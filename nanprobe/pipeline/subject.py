@@ -1,0 +1,96 @@
+"""What is replayed, loaded: the model, the batch, the loss and the weights that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanprobe.checkpoints import content_digest
+from nanprobe.config import Config
+from nanprobe.errors import UsageError
+from nanprobe.inputs.batch import load_batch
+from nanprobe.inputs.device import check_device
+from nanprobe.inputs.loss import build_loss
+from nanprobe.inputs.model import build_model
+from nanprobe.inputs.rng import RandomState
+from nanprobe.inputs.state_dict import read_state_dict
+from nanprobe.inputs.weights import load_into
+from nanprobe.lanes.lane_model import Weights
+from nanprobe.lanes.spec import LossFunction
+
+__all__ = ["Subject", "load_subject"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """What is replayed, loaded: the model, the batch as saved, the loss, and what the report says of them.
+
+    ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random
+    state of the original step; ``timings`` are seconds already spent by stage.
+    """
+
+    model: nn.Module
+    batch: Any
+    call: str = "auto"
+    loss: LossFunction | None = None
+    weights: Weights | None = None
+    random: RandomState | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
+    """Load what ``config`` names; UsageError when something does not fit or there is no batch."""
+    settings = config.settings
+    check_device(settings.device)
+    if config.batch is None:
+        raise UsageError("there is no batch to replay")
+    loaded = load_batch(config.batch, trust_pickle=trust_pickle, folder=config.folder)
+    model = build_model(config.model, config.folder, settings.seed, with_weights=config.checkpoint is None)
+    loss = build_loss(config.loss, config.folder) if config.loss is not None else None
+    described: dict[str, Any] = {
+        "config": str(config.source) if config.source is not None else None,
+        "batch": {"path": config.batch.given, "digest": content_digest(config.batch.path)},
+        "checkpoint": None,
+    }
+    notes = list(config.notes)
+    weights: Weights | None = None
+    spec = config.checkpoint
+    if spec is not None:
+        # Mapped again later, when the model's code may have gone to another folder.
+        fixed = spec.path.absolute()
+
+        def weights() -> Mapping[str, torch.Tensor]:
+            return read_state_dict(fixed, key=spec.key, strip_prefix=spec.strip_prefix)
+
+        result = load_into(
+            model,
+            read_state_dict(spec.path, key=spec.key, strip_prefix=spec.strip_prefix),
+            strict=spec.strict,
+        )
+        notes.extend(result.notes)
+        described["checkpoint"] = {"path": spec.given, "digest": content_digest(spec.path)}
+        if result.missing or result.unexpected:
+            described["checkpoint"]["missing"] = list(result.missing)
+            described["checkpoint"]["unexpected"] = list(result.unexpected)
+    random = None
+    if loaded.bundle is not None and loaded.bundle.rng is not None:
+        random = loaded.bundle.rng
+        unavailable = random.not_restorable()
+        if unavailable is not None:
+            notes.append(unavailable)
+    return Subject(
+        model=model,
+        batch=loaded.value,
+        call=config.batch.call,
+        loss=loss,
+        weights=weights,
+        random=random,
+        described=described,
+        notes=tuple(notes),
+    )
