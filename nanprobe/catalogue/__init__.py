@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from nanprobe.catalogue.batch import BATCH
 from nanprobe.catalogue.checkpoint_files import CHECKPOINT_FILES
 from nanprobe.catalogue.checkpoint_model import CHECKPOINT_MODEL
 from nanprobe.catalogue.checkpoint_state import CHECKPOINT_STATE
@@ -27,6 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     REPRESENTATION,
     OPERATIONS,
     STORED,
+    BATCH,
     TRAINING,
     COMPARISON,
     CHECKPOINT_VALUES,
