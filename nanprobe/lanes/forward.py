@@ -90,9 +90,17 @@ class ForwardRecorder:
     def leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
         """A visit has ended: meet the other lanes, measure, compare and record; return the outputs by path."""
         with torch._C._DisableTorchDispatch():
-            return self._leave(frame, output, left)
+            tensors, counterpart, builder = self._leave(frame, output, left)
+        lane = self._lane
+        if counterpart is not None and frame.children == 0 and lane.settings.local_error:
+            began = time.perf_counter()
+            self._local_error(frame, counterpart, builder)
+            lane.measuring_seconds += time.perf_counter() - began
+        return tensors
 
-    def _leave(self, frame: Frame, output: Any, left: int) -> dict[str, torch.Tensor]:
+    def _leave(
+        self, frame: Frame, output: Any, left: int
+    ) -> tuple[dict[str, torch.Tensor], Posted | None, MeasureBuilder]:
         lane = self._lane
         began = time.perf_counter()
         hidden = uninspected(output)
@@ -111,8 +119,6 @@ class ForwardRecorder:
             diffs = self._compare(frame, tensors, stats, counterpart)
             lost = sum(d.lost for path, d in diffs.items() if d is not None and stats[path].floating)
             self._compare_inputs(frame, counterpart)
-            if frame.children == 0 and lane.settings.local_error:
-                self._local_error(frame, counterpart, builder)
             if isinstance(frame.module, nn.modules.dropout._DropoutNd) and frame.module.training:
                 self._check_dropout(frame, tensors, counterpart)
         elif not lane.is_reference:
@@ -126,7 +132,7 @@ class ForwardRecorder:
             keeps_inputs = frame.unchanged() or getattr(frame.module, "inplace", False)
             inputs = frame.arguments if keeps_inputs else None
             lane.post(Posted(key=frame.key, tensors=tensors, stats=stats, inputs=inputs))
-        return tensors
+        return tensors, counterpart, builder
 
     def _measure(self, tensors: Mapping[str, torch.Tensor], counterpart: Posted | None) -> dict[str, TensorStats]:
         """Measure a visit's outputs; those with a counterpart are compared in the same pass."""
@@ -192,15 +198,17 @@ class ForwardRecorder:
             frame.health = dataclasses.replace(frame.health, lost=total.lost)
 
     def _local_error(self, frame: Frame, counterpart: Posted, builder: MeasureBuilder) -> None:
+        """Run the leaf once more, its operations in the same way as in the lane, and compare with the reference."""
         outputs, note = self._lane.run_twin(frame, counterpart)
         if note is not None:
             builder.note = note
-        for path, tensor in outputs.items():
-            reference = counterpart.tensors.get(path)
-            if reference is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-                diff = difference(tensor, reference)
-                if diff is not None:
-                    builder.local.append(diff)
+        with torch._C._DisableTorchDispatch():
+            for path, tensor in outputs.items():
+                reference = counterpart.tensors.get(path)
+                if reference is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                    diff = difference(tensor, reference)
+                    if diff is not None:
+                        builder.local.append(diff)
 
     def _check_dropout(self, frame: Frame, tensors: Mapping[str, torch.Tensor], counterpart: Posted) -> None:
         """Note a dropout that keeps elements which the reference's drops: the lanes drew different masks."""

@@ -78,7 +78,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if draws:
             drew, result = draw_rounded(func, args, kwargs)
             if drew:
-                self._lane.drawn += 1
+                self._lane.drawn += self._lane.observing
                 return result
         if self.products.active:
             return self.products.run(func, way, args, kwargs, counting=self._lane.observing)

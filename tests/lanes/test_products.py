@@ -211,3 +211,33 @@ def test_without_tiles_products_are_emulated(monkeypatch: pytest.MonkeyPatch) ->
     assert not products.runs_natively.__wrapped__(torch.bfloat16)
     monkeypatch.setattr(products, "_trials", lambda dtype: iter([(torch.ones(2), torch.ones(2))]))
     assert products.runs_natively.__wrapped__(torch.bfloat16)
+
+
+class Noisy(nn.Module):
+    """A leaf that adds noise drawn in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_local_error_is_that_of_the_lanes_own_operations(precision: str) -> None:
+    """The extra run of a leaf rounds draws as the lane does; drawn natively, half noise would be other noise."""
+    report = nanprobe.replay(nn.Sequential(Noisy()), torch.randn(4, 64), dtype=precision, mode="cast")
+    local = measure(report, "0", precision).local_error
+    assert local is not None
+    assert local < 0.01
+
+
+def test_the_local_error_of_a_product_is_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncounted: list[bool] = []
+    run = Products.run
+
+    def watched(self: Products, func: Any, way: Any, args: Any, kwargs: Any, *, counting: bool) -> Any:
+        uncounted.append(way is not None and not counting)
+        return run(self, func, way, args, kwargs, counting=counting)
+
+    monkeypatch.setattr(Products, "run", watched)
+    report = nanprobe.replay(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), dtype="fp16", mode="cast")
+    assert sum(uncounted) == 1
+    assert report.record.conditions["emulated"][PRODUCTS]["fp16"] == {"addmm": 1}
