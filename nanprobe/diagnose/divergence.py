@@ -175,7 +175,8 @@ def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, 
     """Return the first gradient beyond its tolerance that later gradients do not recover from.
 
     A gradient that is tiny beside those around it (softmax over a single key, a bias before a normalisation) is mostly
-    rounding error in every precision; it counts only when what follows diverges as well.
+    rounding error in every precision; it counts only when what follows diverges as well. Neither does a gradient count
+    that a loss makes of an output which is rounding error itself, the reference's included, nor what follows from it.
     """
     rows = sorted((p for p in lane.measures if p[0] == "backward"), key=lambda p: lane.order[p])
     beyond: list[Place] = []
@@ -190,6 +191,8 @@ def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, 
     if not beyond or error is None or error <= tolerances.at("backward", "", total):
         return None
     place = beyond[0]
+    if _output_is_noise(lane, place, tolerances, total):
+        return None
     lost = is_lost(trace, lane, place)
     text = "The gradient that arrives at this module's output is the first that disagrees with the reference's."
     if lost:
@@ -206,4 +209,14 @@ def _backward_divergence(trace: Trace, lane: LaneTrace, tolerances: Tolerances, 
         rel_error=measure.rel_error,
         tolerance=tolerances.at("backward", place[1], total),
         explanation=text,
+    )
+
+
+def _output_is_noise(lane: LaneTrace, place: Place, tolerances: Tolerances, total: int) -> bool:
+    """Whether the output that a gradient belongs to is beyond the forward tolerance, and was excused for its size."""
+    fact = next((f for f in lane.visits if (f.module, f.visit) == place[1:]), None)
+    return (
+        fact is not None
+        and fact.output_error is not None
+        and fact.output_error > tolerances.at("forward", place[1], total)
     )

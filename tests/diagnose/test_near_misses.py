@@ -367,6 +367,15 @@ def a_score_near_zero() -> Case:
 
 
 @case
+def a_score_near_zero_behind_layers() -> Case:
+    head = nn.Linear(16, 1, bias=False)
+    with torch.no_grad():
+        head.weight[:, :8] = 0.3
+        head.weight[:, 8:] = -0.3
+    return nn.Sequential(mlp(8), nn.Linear(8, 8), Do(lambda x: torch.cat([x, x], -1)), head), torch.randn(1, 8), {}
+
+
+@case
 def accumulated_micro_batches() -> Case:
     def forward(m: Any, x: Tensor) -> Tensor:
         return torch.stack([m.body(part).float().square().mean() for part in x.chunk(4)]).mean()
