@@ -12,7 +12,9 @@ from nanprobe.config import Settings
 from nanprobe.config.checks import CALLS
 from nanprobe.errors import UsageError
 from nanprobe.formats import LOW_PRECISIONS
+from nanprobe.inputs.batch import check_tensors
 from nanprobe.inputs.loss import checked_loss
+from nanprobe.inputs.model import unfinished_class
 from nanprobe.nearest import suggestion
 from nanprobe.pipeline import Subject, run_replay
 from nanprobe.progress import SILENT, Progress
@@ -90,6 +92,9 @@ def _run(
 ) -> Report:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got a {type(model).__name__}")
+    unfinished = unfinished_class(model)
+    if unfinished is not None:
+        raise UsageError(f"model: its class {unfinished} does not call super().__init__() in its __init__")
     if loss is not None and not callable(loss):
         raise UsageError(f"loss: expected a function of (output, batch), got a {type(loss).__name__}")
     if call not in CALLS:
@@ -97,6 +102,8 @@ def _run(
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
         raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
+    chosen = Settings(**settings)
+    check_tensors(batch, chosen.batch_dim, "batch")
     subject = Subject(
         model=model,
         batch=batch,
@@ -106,7 +113,7 @@ def _run(
     )
     record = run_replay(
         subject,
-        Settings(**settings),
+        chosen,
         command=command,
         precisions=precisions,
         local_error=local_error,

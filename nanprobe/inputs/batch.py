@@ -28,7 +28,7 @@ from nanprobe.numerics.tree import named_tensors
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.special_file import special_file
 
-__all__ = ["LoadedBatch", "load_batch"]
+__all__ = ["LoadedBatch", "check_tensors", "load_batch"]
 
 _HEAD = 4096
 """Bytes looked at to tell what a file is."""
@@ -64,18 +64,18 @@ def load_batch(spec: BatchSpec, *, trust_pickle: bool = False, folder: Path | No
         bundle, value = open_bundle(value, path)
     if spec.key is not None:
         value = _pick(value, spec.key, path)
-    _check_tensors(value, spec.dim, path)
+    check_tensors(value, spec.dim, f"batch: {path}")
     return LoadedBatch(value=value, bundle=bundle)
 
 
-def _check_tensors(value: Any, dim: int, path: Path) -> None:
-    """Refuse a batch without values, and a batch dimension that it does not have."""
+def check_tensors(value: Any, dim: int, name_of_batch: str) -> None:
+    """Refuse a batch without values, and a batch dimension that it does not have: UsageError."""
     ranks = []
     for name, tensor in named_tensors(value):
         if tensor.is_meta:
             what = f"`{name}`" if name else "the tensor"
             raise UsageError(
-                f"batch: {path}: {what} is on the meta device and holds no values; save it from a real one"
+                f"{name_of_batch}: {what} is on the meta device and holds no values; take it from a real one"
             )
         ranks.append(tensor.dim())
     if dim == 0 or not ranks:
@@ -84,7 +84,7 @@ def _check_tensors(value: Any, dim: int, path: Path) -> None:
     reach = max(ranks) - 1 if dim > 0 else min(ranks)
     if dim > reach if dim > 0 else -dim > reach:
         raise UsageError(
-            f"batch: {path}: `dim: {dim}` is beyond its tensors: "
+            f"{name_of_batch}: `dim: {dim}` is beyond its tensors: "
             + (f"the largest has {max(ranks)} dimensions" if dim > 0 else f"the smallest has {min(ranks)} dimensions")
         )
 

@@ -22,7 +22,7 @@ from nanprobe.inputs.rng import seed_all
 from nanprobe.nearest import suggestion
 from nanprobe.out_of_memory import is_out_of_memory
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "check_values", "unfinished_class"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model*.bin.index.json")
 """What a folder that ``save_pretrained`` wrote keeps its weights in."""
@@ -47,7 +47,7 @@ def build_model(spec: ModelSpec, folder: Path, seed: int, *, with_weights: bool 
         model = call_factory(target, spec.kwargs, "model.factory", spec.factory)
     if not isinstance(model, nn.Module):
         raise UsageError(f"`model.factory`: {spec.factory} returned {_kind(model)}, expected a torch.nn.Module")
-    unfinished = _unfinished(model)
+    unfinished = unfinished_class(model)
     if unfinished is not None:
         raise UsageError(
             f"`model.factory`: {spec.factory} returned a model whose class {unfinished} does not call "
@@ -56,7 +56,7 @@ def build_model(spec: ModelSpec, folder: Path, seed: int, *, with_weights: bool 
     return model
 
 
-def _unfinished(model: nn.Module) -> str | None:
+def unfinished_class(model: nn.Module) -> str | None:
     """Return the class of a module in the model that was never set up by ``nn.Module``, None when all were."""
     waiting, seen = [model], {id(model)}
     while waiting:
@@ -72,6 +72,17 @@ def _unfinished(model: nn.Module) -> str | None:
                 seen.add(id(child))
                 waiting.append(child)
     return None
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with parameters or buffers on the meta device, without values; UsageError names the first."""
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise UsageError(
+                    f"model: {what} `{name}` is on the meta device and holds no values; give it some first, by "
+                    "`to_empty` and loading weights, or by building the model on a real device"
+                )
 
 
 def _kind(value: Any) -> str:

@@ -21,6 +21,7 @@ from nanprobe.exit_codes import verdict_exit_code
 from nanprobe.inputs.call import Call, bind
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.mismatch import explain_forward_error
+from nanprobe.inputs.model import check_values
 from nanprobe.lanes.lane_model import kept_paths
 from nanprobe.lanes.run import find_drift, find_operations, reference_noise
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec, batch_size_of
@@ -113,6 +114,7 @@ def run_replay(
         weights=subject.weights,
         progress=progress,
     )
+    check_values(subject.model)
     bind(subject.model, subject.batch, subject.call)
     timings = dict(subject.timings)
     progress.stage("look at the batch and the weights")

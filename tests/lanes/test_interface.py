@@ -14,6 +14,10 @@ from nanprobe.errors import UsageError
 from tests.lanes.support import assert_healthy, mean_square, untouched
 
 
+class Unfinished(nn.Module):
+    """A module whose ``__init__`` forgot its parent's."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -42,6 +46,11 @@ from tests.lanes.support import assert_healthy, mean_square, untouched
         ({"batch": torch.ones(2, 4).long()}, r"^batch: "),
         ({"batch": None}, r"^batch: "),
         ({"batch": 3.0}, r"^batch: "),
+        ({"batch": torch.ones(2, 4, device="meta")}, r"^batch: the tensor is on the meta device"),
+        ({"batch_dim": 7}, r"^batch: `dim: 7` is beyond its tensors"),
+        ({"model": nn.Linear(4, 4, device="meta")}, r"^model: parameter `weight` is on the meta device"),
+        ({"model": nn.BatchNorm1d(4, affine=False, device="meta")}, r"^model: buffer `running_mean` is on the meta"),
+        ({"model": nn.Sequential(Unfinished.__new__(Unfinished))}, r"^model: its class Unfinished does not call super"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
