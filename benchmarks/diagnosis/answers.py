@@ -13,6 +13,8 @@ class Answer:
 
     ``found`` is false when it calls the run clean. ``module`` is a path, "" for the root, and None for code outside the
     model. ``errors`` counts findings that would fail a check.
+    A tool with its own words for operations gives ``ops``, all that its word can stand for; ``places`` is false for one
+    that has no word for modules.
     """
 
     found: bool
@@ -22,6 +24,8 @@ class Answer:
     mechanism: str | None = None
     precision_related: bool | None = None
     samples: tuple[int, ...] | None = None
+    ops: frozenset[str] = frozenset()
+    places: bool = True
     errors: int = 0
     note: str = ""
 

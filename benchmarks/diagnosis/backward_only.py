@@ -1,4 +1,8 @@
-"""A clean forward and a gradient that is not: derivatives at the edge of a domain, branches masked out, overflow."""
+"""A clean forward and a gradient that is not: derivatives at the edge of a domain, branches masked out, overflow.
+
+Where forward makes an Inf that it leaves out again, two answers are right: the forward operation that made the Inf,
+which is the origin, and its derivative, which multiplies it with a gradient of zero and does the harm.
+"""
 
 from __future__ import annotations
 
@@ -76,13 +80,21 @@ def power_in_a_branch_not_taken() -> Built:
     "pytorch#156212",
     at="safe",
     op="aten.log",
-    mechanism="domain-error",
+    mechanism={"domain-error", "masked-gradient"},
+    phase={"forward", "backward"},
     samples=(0,),
     precision_related=False,
     mode="cast",
 )
 @fault(
-    "fp16", "pytorch#187297", at="safe", op="aten.log", mechanism="domain-error", samples=(0,), precision_related=False
+    "fp16",
+    "pytorch#187297",
+    at="safe",
+    op="aten.log",
+    mechanism={"domain-error", "masked-gradient"},
+    phase={"forward", "backward"},
+    samples=(0,),
+    precision_related=False,
 )
 def logarithm_in_a_branch_not_taken() -> Built:
     """where(x > 0, log(x), 0) at x = 0: the -Inf of forward is left out, and the gradient is NaN."""
@@ -94,7 +106,8 @@ def logarithm_in_a_branch_not_taken() -> Built:
     "pytorch#156212",
     at="safe",
     op="aten.log",
-    mechanism="domain-error",
+    mechanism={"domain-error", "masked-gradient"},
+    phase={"forward", "backward"},
     samples=(2,),
     precision_related=False,
     mode="cast",
@@ -253,7 +266,8 @@ def contributions_to_a_shared_weight() -> Built:
     "trl#6550",
     at={"ratio"},
     op="aten.exp",
-    mechanism="overflow",
+    mechanism={"overflow", "masked-gradient"},
+    phase={"forward", "backward"},
     samples=(1,),
     precision_related=False,
     mode="cast",
@@ -264,7 +278,8 @@ def contributions_to_a_shared_weight() -> Built:
     "prime-rl#2972",
     at={"ratio"},
     op="aten.exp",
-    mechanism="overflow",
+    mechanism={"overflow", "masked-gradient"},
+    phase={"forward", "backward"},
     samples=(1,),
     precision_related=False,
     mode="cast",

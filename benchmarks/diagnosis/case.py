@@ -38,7 +38,7 @@ class Built:
 class Expected:
     """What a right diagnosis names; every set holds all the names that are right."""
 
-    phase: str
+    phase: frozenset[str]
     module: frozenset[str | None]
     op: frozenset[str | None]
     mechanism: frozenset[str]
@@ -95,7 +95,7 @@ def fault(
     mechanism: str | set[str],
     precision_related: bool = True,
     samples: tuple[int, ...] | str | None = ANY,
-    phase: str = "forward",
+    phase: str | set[str] = "forward",
     silent: bool = False,
     name: str | None = None,
     **settings: Any,
@@ -105,7 +105,7 @@ def fault(
     def register(build: Callable[[], Built]) -> Callable[[], Built]:
         variant = name or f"{build.__name__}-{dtype}-{settings.get('mode', 'autocast')}"
         expected = Expected(
-            phase=phase,
+            phase=_set(phase),
             module=_set(at),
             op=_set(op),
             mechanism=_set(mechanism),

@@ -227,9 +227,9 @@ def _policy(gap: float, *, bound: float) -> Built:
     "slime#2198",
     at=None,
     op="aten.exp",
-    mechanism="overflow",
+    mechanism={"overflow", "masked-gradient"},
     samples=(1,),
-    phase="loss",
+    phase={"loss", "backward"},
     precision_related=False,
 )
 @fault(
@@ -237,9 +237,9 @@ def _policy(gap: float, *, bound: float) -> Built:
     "miles#1363",
     at=None,
     op="aten.exp",
-    mechanism="overflow",
+    mechanism={"overflow", "masked-gradient"},
     samples=(1,),
-    phase="loss",
+    phase={"loss", "backward"},
     precision_related=False,
 )
 def ratio_of_two_policies() -> Built:
@@ -253,9 +253,9 @@ def ratio_of_two_policies() -> Built:
     "Soup#1084",
     at=None,
     op="aten.exp",
-    mechanism="overflow",
+    mechanism={"overflow", "masked-gradient"},
     samples=(1,),
-    phase="loss",
+    phase={"loss", "backward"},
     mode="cast",
 )
 def ratio_of_two_policies_in_half() -> Built:

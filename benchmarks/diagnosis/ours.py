@@ -50,7 +50,7 @@ def answer(case: Fault | Control) -> Answer:
             module=drift.module,
             op=drift.op,
             mechanism=drift.mechanism,
-            precision_related=result.verdict == "precision",
+            precision_related=result.verdict == "precision" or drift.mechanism in _ABOUT_PRECISION,
             errors=errors,
         )
     found = sorted(

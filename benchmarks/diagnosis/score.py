@@ -33,14 +33,20 @@ class Marks:
         return tuple(question for question in QUESTIONS if getattr(self, question) is False)
 
 
-def judged(fault: Fault, answer: Answer) -> Marks:
-    """Compare an answer with what is expected of the fault."""
+def judged(fault: Fault, answer: Answer, *, peer: bool = False) -> Marks:
+    """Compare an answer with what is expected of the fault.
+
+    A peer is not asked for the phase, nor to tell the model's own code from code outside the model.
+    """
     expected = fault.expected
     found = answer.found
+    there = answer.module in expected.module
+    if peer and answer.places and answer.module in ("", None):
+        there = bool(expected.module & {"", None})
     return Marks(
-        phase=found and answer.phase == expected.phase,
-        module=found and answer.phase == expected.phase and answer.module in expected.module,
-        op=found and answer.op in expected.op,
+        phase=found and answer.phase in expected.phase,
+        module=found and answer.places and there and (peer or answer.phase in expected.phase),
+        op=found and (bool(answer.ops & expected.op) if answer.ops else answer.op in expected.op),
         mechanism=found and answer.mechanism in expected.mechanism,
         precision_related=found and answer.precision_related == expected.precision_related,
         samples=None if expected.samples == ANY else found and answer.samples == expected.samples,
