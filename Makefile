@@ -11,7 +11,7 @@ DEMO_CONFIG := sample_runs/feed-forward-overflow/nanprobe.yaml
 # One PyTorch for everybody who builds from here, so that figures in tests and docs can be repeated.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint bench fuzz catalogue clean
+.PHONY: demo test lint bench diagnosis fuzz catalogue clean
 
 demo: $(STAMPS)/run
 	@$(BIN)/nanprobe compare-precisions --config $(DEMO_CONFIG); code=$$?; \
@@ -32,6 +32,10 @@ lint: $(STAMPS)/test
 
 bench: $(STAMPS)/run
 	$(BIN)/python -m benchmarks
+
+# Faults that people reported, and what nanprobe and four other tools name on them; the page is docs/diagnosis-suite.md.
+diagnosis: $(STAMPS)/peers
+	$(BIN)/python -m benchmarks.diagnosis --peers
 
 # Damaged checkpoints of every format, for as long as one likes: make fuzz SECONDS=600
 SECONDS ?= 60
@@ -58,6 +62,10 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 $(STAMPS)/run: pyproject.toml $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(STAMPS)/peers: pyproject.toml $(STAMPS)/torch
+	$(BIN)/python -m pip install --quiet -e '.[peers]' "$(TORCH)"
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch

@@ -39,9 +39,9 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
         underflow = gradient_underflow(lane)
         divergence = diagnosis.divergence
         told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
-        if divergence is not None and not explained and not told:
-            found.append(_divergence_finding(divergence, after_flip=diagnosis.after_flip))
-        found.extend(_flips(lane))
+        if divergence is not None and not explained and not told and not diagnosis.after_flip:
+            found.append(_divergence_finding(divergence))
+        found.extend(_flips(lane, divergence if diagnosis.after_flip and not explained else None))
         found.extend(_quiet_warnings(lane))
         if underflow is not None:
             found.append(underflow)
@@ -142,18 +142,16 @@ def _origin_finding(fault: Traced) -> Finding:
     )
 
 
-def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
-    """Return the finding of a divergence; a flipped choice or gradients that underflow explain it, and only warn."""
+def _divergence_finding(divergence: Divergence) -> Finding:
+    """Return the finding of a divergence that no flipped choice explains; gradients that underflow only warn."""
     place = divergence.module if divergence.module is not None else "outside the model"
-    mechanism = "routing-flip" if after_flip else divergence.mechanism
-    tail = "; a discrete choice had already differed before it" if after_flip else ""
+    mechanism = divergence.mechanism
     tolerated = f", tolerance {divergence.tolerance:.3g}" if divergence.tolerance is not None else ""
     return Finding(
         rule="gradient-underflow" if mechanism == "gradient-underflow" else "divergence",
-        severity="warning" if mechanism in ("routing-flip", "gradient-underflow") else "error",
+        severity="warning" if mechanism == "gradient-underflow" else "error",
         message=(
-            f"{divergence.phase} of {place or 'the model itself'}: relative error {divergence.rel_error:.3g}"
-            f"{tolerated}{tail}"
+            f"{divergence.phase} of {place or 'the model itself'}: relative error {divergence.rel_error:.3g}{tolerated}"
         ),
         precision=divergence.precision,
         phase=divergence.phase,
@@ -167,7 +165,7 @@ def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
             "tolerance": divergence.tolerance,
             "between": list(divergence.between) if divergence.between is not None else None,
         },
-        remedies=_for_divergence(divergence) if mechanism not in ("routing-flip", "gradient-underflow") else (),
+        remedies=_for_divergence(divergence) if mechanism != "gradient-underflow" else (),
     )
 
 
@@ -178,12 +176,16 @@ def _for_divergence(divergence: Divergence) -> tuple[Remedy, ...]:
     return (Remedy(kind="keep-fp32", modules=(divergence.module,), text=text),)
 
 
-def _flips(lane: LaneTrace) -> list[Finding]:
+def _flips(lane: LaneTrace, caused: Divergence | None) -> list[Finding]:
+    """Return the finding of the first choice that flipped; ``caused`` is the divergence that follows from it."""
     if not lane.flips:
         return []
     first = lane.flips[0]
     place = "outside the model" if first.module is None else first.module or "the model itself"
     more = f"; {len(lane.flips) - 1} further differences follow" if len(lane.flips) > 1 else ""
+    error = caused.rel_error if caused is not None else None
+    if error is not None:
+        more += f"; what follows differs by a relative error of {error:.3g}"
     return [
         Finding(
             rule="routing-flip",
@@ -194,7 +196,14 @@ def _flips(lane: LaneTrace) -> list[Finding]:
             module=first.module,
             op=first.op,
             mechanism="routing-flip",
-            evidence={"changed": first.changed, "total": first.total, "visit": first.visit, "flips": len(lane.flips)},
+            evidence={
+                "changed": first.changed,
+                "total": first.total,
+                "visit": first.visit,
+                "flips": len(lane.flips),
+                "rel_error": error,
+                "tolerance": caused.tolerance if caused is not None else None,
+            },
         )
     ]
 

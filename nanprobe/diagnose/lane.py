@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanprobe.diagnose.before import StoredFault
 from nanprobe.diagnose.divergence import first_divergence, loss_is_beyond, positions, too_small_to_judge
+from nanprobe.diagnose.flips import attributed
 from nanprobe.diagnose.independent import forward_origins
 from nanprobe.diagnose.nonfinite import bad_parameters, ends_badly, nonfinite_origins
 from nanprobe.diagnose.search import Origin
@@ -66,6 +67,8 @@ def diagnose_lane(
     if divergence is not None and rounded is not None and divergence.phase == "forward":
         divergence = dataclasses.replace(rounded.divergence(lane.precision), rel_error=divergence.rel_error)
         after_flip = False
+    if divergence is not None and after_flip:
+        divergence = attributed(divergence, lane)
     fatal = _is_fatal(trace, lane, tolerances)
     return LaneDiagnosis(
         faults=_faults(trace, lane, forward, mine, fatal=fatal),

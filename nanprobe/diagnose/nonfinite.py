@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from nanprobe.diagnose.absorption import absorbing_visit
+from nanprobe.diagnose.accumulation import bad_parameters, in_accumulation
 from nanprobe.diagnose.explain import explain_backward, explain_forward, shown
 from nanprobe.diagnose.independent import of_samples
 from nanprobe.diagnose.search import Origin, find_origins
@@ -51,11 +52,6 @@ def ends_badly(lane: LaneTrace) -> bool:
         return not math.isfinite(lane.loss)
     root = _root(lane)
     return root is not None and root.outputs.hard and not lane.bad_only_where_masked
-
-
-def bad_parameters(lane: LaneTrace) -> list[str]:
-    """Return the parameters whose gradient holds NaN or Inf, in the model's order."""
-    return [name for name, g in lane.gradients.items() if g.nan or g.posinf or g.neginf]
 
 
 def _root(lane: LaneTrace) -> VisitFact | None:
@@ -213,7 +209,9 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
 
 def _in_backward(trace: Trace, lane: LaneTrace) -> FirstBad | None:
     origin = lane.backward_origin
-    if origin is None or not (bad_parameters(lane) or any(_row_is_bad(lane, p) for p in lane.measures)):
+    if origin is None:
+        return in_accumulation(trace, lane)
+    if not (bad_parameters(lane) or any(_row_is_bad(lane, p) for p in lane.measures)):
         return None
     reference = trace.reference
     fails_too = reference.backward_origin is not None or bool(bad_parameters(reference))

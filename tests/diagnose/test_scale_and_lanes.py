@@ -144,3 +144,44 @@ def test_gradients_of_an_input_that_forward_masks() -> None:
     assert (first.phase, first.module, first.precision_related) == ("backward", None, False), report.render()
     assert first.mechanism == "masked-gradient"
     assert math.isfinite(report.precisions["fp32"].loss)
+
+
+def test_what_differs_after_a_flip_names_the_choice() -> None:
+    model = nn.Sequential(mlp(8), Experts(0.002), mlp(8))
+    report = compare(model, torch.randn(200, 8))
+    found = report.precisions["bf16"].first_divergence
+    assert found is not None
+    assert (found.phase, found.module, found.mechanism) == ("forward", "1", "routing-flip")
+    assert [f.rule for f in report.findings if f.precision == "bf16"] == ["routing-flip"]
+
+
+class Shared(nn.Module):
+    """One linear layer, used four times; its weight gets four contributions of 3 x 8 x ``slope``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.shared(x * factor) / factor for factor in (1.0, 0.5, 0.25)), self.shared(x))
+
+
+@pytest.mark.parametrize(
+    ("slope", "scale", "mechanism"), [(1000.0, 1.0, "overflow"), (2.0, 512.0, "loss-scale-overflow")]
+)
+def test_contributions_that_only_overflow_together(slope: float, scale: float, mechanism: str) -> None:
+    report = compare(
+        Shared(), torch.full((3, 8), 8.0), loss=lambda output, _: output.float().sum() * slope, loss_scale=scale
+    )
+    first = bad(report, "fp16")
+    assert (first.phase, first.module, first.parameter) == ("backward", "shared", "shared.weight")
+    assert (first.mechanism, first.precision_related, first.count, first.elements) == (mechanism, True, 64, 64)
+    assert (report.precisions["fp16"].verdict, report.exit_code) == ("precision", 1)
+    assert report.precisions["bf16"].verdict == "clean"
+
+
+def test_contributions_that_fit_together() -> None:
+    def loss(output: Tensor, _: Any) -> Tensor:
+        return output.float().sum() * 500.0
+
+    assert_clean(compare(Shared(), torch.full((3, 8), 8.0), loss=loss, loss_scale=1.0))
