@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanprobe.config import Settings
+from nanprobe.config import OptimizerSpec, Settings
 from nanprobe.config.checks import CALLS
 from nanprobe.errors import UsageError
 from nanprobe.formats import LOW_PRECISIONS
@@ -16,7 +16,7 @@ from nanprobe.inputs.batch import check_tensors
 from nanprobe.inputs.loss import checked_loss
 from nanprobe.inputs.model import unfinished_class
 from nanprobe.nearest import suggestion
-from nanprobe.pipeline import Subject, run_replay
+from nanprobe.pipeline import Subject, run_replay, step_of
 from nanprobe.progress import SILENT, Progress
 from nanprobe.report import Report
 
@@ -102,6 +102,8 @@ def _run(
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
         raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
+    if isinstance(settings.get("optimizer"), Mapping):
+        settings = {**settings, "optimizer": OptimizerSpec(**settings["optimizer"])}
     chosen = Settings(**settings)
     check_tensors(batch, chosen.batch_dim, "batch")
     subject = Subject(
@@ -109,6 +111,7 @@ def _run(
         batch=batch,
         call=call,
         loss=checked_loss(loss, "loss") if loss is not None else None,
+        step=step_of(chosen, model)[0],
         described={"config": None, "checkpoint": None, "batch": None, "model": type(model).__qualname__},
     )
     record = run_replay(

@@ -34,6 +34,7 @@ __all__ = [
     "PrecisionResult",
     "Remedy",
     "ReplayReport",
+    "Step",
     "Tool",
     "Visit",
     "VisitRow",
@@ -253,6 +254,37 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one precision made of its gradients: the figures that training logs.
+
+    ``gradient_norm`` is the 2-norm of the unscaled gradients (FP64), ``total_norm`` what clipping computed in the
+    gradients' own dtype, ``clip_coefficient`` what it multiplied them by. ``zero_share`` is the share of gradient
+    elements that are zero. ``taken`` says whether the optimizer stepped, ``skipped`` that non-finite gradients kept it
+    from that. ``elements`` are those of the parameters that have a gradient; ``changed`` are different afterwards,
+    ``moved`` should be in FP32, ``lost`` should be and are not. ``loss_scale`` and ``next_scale`` are the gradient
+    scaler's before and after, None without one; ``scale_window`` is [smallest, largest] of the powers of two that
+    neither lose more than ``window_share`` of the elements nor overflow, [] when there is none, None when it was not
+    looked for. ``error`` is what clipping or the step raised.
+    """
+
+    gradient_norm: float | None = None
+    total_norm: float | None = None
+    clip_coefficient: float | None = None
+    zero_share: float = 0.0
+    taken: bool = False
+    skipped: bool = False
+    elements: int = 0
+    changed: int = 0
+    moved: int = 0
+    lost: int = 0
+    loss_scale: float | None = None
+    next_scale: float | None = None
+    scale_window: tuple[float, ...] | None = None
+    window_share: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionResult:
     """How one precision's lane ended: ``error`` is what it raised, ``loss_error`` |loss - reference| / |reference|."""
 
@@ -265,6 +297,7 @@ class PrecisionResult:
     gradient_norm: float | None = None
     first_bad: FirstBad | None = None
     first_divergence: Divergence | None = None
+    step: Step | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ SAME_ROW = {
 FORBIDDEN = {("diagnose", "lanes"), ("lanes", "capture"), ("lanes", "integrations"), ("diagnose", "capture")}
 """Allowed by row, but not wanted: diagnosis works on records, and a replay does not know who captures."""
 
-RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored"}
+RECORDS = {"nanprobe.lanes.trace", "nanprobe.lanes.stored", "nanprobe.lanes.step_facts"}
 """Files that hold the records a room hands on; they may be imported where the rest of the room is not wanted."""
 
 TORCH_FREE = {

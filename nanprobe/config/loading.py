@@ -43,8 +43,6 @@ _TOP = (
     "keep_fp32", "clip_grad_norm", "optimizer", "seed", "ignore", "tolerances", "device",
 )  # fmt: skip
 
-_NO_STEP = "the optimizer step is not replayed yet, so `{}` has no effect"
-
 
 def find_config(folder: Path) -> Path:
     """Return the config file of a folder: nanprobe.yaml, else nanprobe.yml; UsageError when there is neither."""
@@ -146,9 +144,6 @@ class _Reader:
         if batch is not None:
             settings["batch_dim"] = batch.dim
         model = self.model(top.nodes["model"])
-        for key in ("optimizer", "clip_grad_norm"):
-            if key in top.nodes:
-                self.notes.append(f"{self.source}:{top.nodes[key].line}: {_NO_STEP.format(key)}")
         return Config(
             source=self.source,
             folder=self.folder,

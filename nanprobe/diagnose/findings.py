@@ -39,6 +39,7 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
         underflow = gradient_underflow(lane)
         divergence = diagnosis.divergence
         told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
+        told = told or (divergence is not None and divergence.phase == "optimizer")
         if divergence is not None and not explained and not told and not diagnosis.after_flip:
             found.append(_divergence_finding(divergence))
         found.extend(_flips(lane, divergence if diagnosis.after_flip and not explained else None))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from nanprobe.diagnose.lane import LaneDiagnosis
+from nanprobe.diagnose.step import step_of_lane
 from nanprobe.lanes.trace import LaneTrace, Trace
 from nanprobe.records import VERDICTS, Finding, FirstBad, PrecisionResult
 
@@ -26,6 +27,7 @@ def precision_results(
             gradient_norm=reference.gradient_norm,
             loss_scale=1.0,
             first_bad=own.first_bad if own.fatal else None,
+            step=step_of_lane(reference),
         )
     }
     for name, lane in trace.lanes.items():
@@ -40,6 +42,7 @@ def precision_results(
             gradient_norm=lane.gradient_norm,
             first_bad=diagnosis.first_bad,
             first_divergence=diagnosis.divergence,
+            step=step_of_lane(lane),
         )
     return results
 

@@ -24,12 +24,13 @@ class Bundle:
     """What a bundle says besides the batch.
 
     ``rng`` is the random state of before the step; ``amp`` holds mode, dtype, loss_scale and the scaler's state;
-    ``history`` is the loss, gradient norm, learning rate and loss scale of the last steps; ``reason`` says why the
-    bundle was written.
+    ``optimizer`` is the optimizer's state of before the step, as ``state_dict()`` has it; ``history`` is the loss,
+    gradient norm, learning rate and loss scale of the last steps; ``reason`` says why the bundle was written.
     """
 
     rng: RandomState | None = None
     amp: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
     step: int | None = None
     history: Any = None
     reason: str | None = None
@@ -49,7 +50,7 @@ def open_bundle(value: Mapping[str, Any], path: Path) -> tuple[Bundle, Any]:
         raise UsageError(f"batch: {path} is a bundle of version {shown}, this nanprobe reads version {BUNDLE_VERSION}")
     if "batch" not in value:
         raise UsageError(f"batch: {path} is a bundle without a `batch`")
-    for key in ("rng", "amp"):
+    for key in ("rng", "amp", "optimizer"):
         if value.get(key) is not None and not isinstance(value[key], Mapping):
             raise UsageError(f"batch: {path}: the bundle's `{key}` is a {type(value[key]).__name__}, not a mapping")
     rng = value.get("rng")
@@ -63,6 +64,7 @@ def open_bundle(value: Mapping[str, Any], path: Path) -> tuple[Bundle, Any]:
         Bundle(
             rng=state,
             amp=dict(value.get("amp") or {}),
+            optimizer=value.get("optimizer"),
             step=int(step) if isinstance(step, int) else None,
             history=value.get("history"),
             reason=str(reason) if reason is not None else None,

@@ -11,12 +11,13 @@ import torch
 
 from nanprobe.checkpoints import CheckpointIndex, Problem, TensorEntry, index_weights
 from nanprobe.checkpoints.inert import Foreign, InertDict
+from nanprobe.checkpoints.trees import mapping
 from nanprobe.checkpoints.walk import children, join_name
 from nanprobe.errors import UsageError
 from nanprobe.inputs.mapped import TensorSource
 from nanprobe.nearest import suggestion
 
-__all__ = ["WRAPPERS", "StateDict", "read_state_dict"]
+__all__ = ["WRAPPERS", "StateDict", "read_optimizer_state", "read_state_dict"]
 
 WRAPPERS: tuple[str, ...] = (
     "state_dict",
@@ -89,6 +90,39 @@ def read_state_dict(
     result.mapped = source.mapped
     result._metadata = _versions(index, prefix)
     return result
+
+
+def read_optimizer_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the optimizer's state that a training checkpoint holds beside the weights, as ``state_dict()`` has it.
+
+    {"state": {number: {name: tensor or number}}, "param_groups": [{"params": [numbers]}]}; empty when there is none.
+    Nothing in the file is executed.
+    """
+    index = index_weights(path)
+    prefixes = dict.fromkeys(
+        entry.path[: at + 1]
+        for entry in index.tensors
+        for at, part in enumerate(entry.path[:-2])
+        if part == "state" and type(entry.path[at + 1]) is int
+    )
+    if len(prefixes) != 1:
+        return {}
+    (prefix,) = prefixes
+    source = TensorSource(index)
+    state: dict[Any, dict[str, Any]] = {}
+    for entry in index.tensors:
+        if entry.path[: len(prefix)] == prefix and len(entry.path) == len(prefix) + 2:
+            state.setdefault(entry.path[-2], {})[str(entry.path[-1])] = source.tensor(entry)
+    for tree in index.trees.values():
+        for number, values in state.items():
+            for name, value in mapping(_node(tree, (*prefix, number))).items():
+                if isinstance(name, str) and type(value) in (int, float):
+                    values.setdefault(name, value)
+        groups = _node(tree, (*prefix[:-1], "param_groups"))
+        if isinstance(groups, (list, tuple)):
+            listed = [list(mapping(group).get("params") or ()) for group in groups]
+            return {"state": state, "param_groups": [{"params": ids} for ids in listed]}
+    return {"state": state, "param_groups": []}
 
 
 def _refuse_blocking(problems: Iterable[Problem]) -> None:

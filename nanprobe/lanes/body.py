@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.operations import OperationWatch
 from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
+from nanprobe.lanes.step import take_step
+from nanprobe.lanes.step_facts import StepFact
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
 from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
@@ -31,6 +33,8 @@ from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.records import Gradient
 
 __all__ = ["LaneRun"]
+
+T = TypeVar("T")
 
 
 class LaneRun:
@@ -52,6 +56,7 @@ class LaneRun:
         self.gradient_rel_error: float | None = None
         self.bad_only_where_masked = False
         self.poisoned: tuple[str, ...] = ()
+        self.step: StepFact | None = None
         self.scale = 1.0 if is_reference else spec.loss_scales.get(precision, 1.0)
         dtype = torch_dtype(precision)
         self._autocast = spec.mode == "autocast" and not is_reference and dtype in HALF
@@ -217,6 +222,28 @@ class LaneRun:
                 remove()
         return watch.origin is None
 
+    def gradients_at(self, scales: Callable[[Callable[[float], tuple[bool, int]]], T]) -> T | None:
+        """Run forward once, unobserved, and hand ``scales`` a function that runs backward at a loss scale.
+
+        That tells whether every gradient is finite, and how many elements are zero. None when there is no gradient.
+        """
+        with self._context():
+            loss = self._forward()
+            if loss is None or not loss.requires_grad:
+                return None
+            self.lane.phase = "backward"
+            return scales(lambda scale: self._zeros(loss, scale))
+
+    def _zeros(self, loss: torch.Tensor, scale: float) -> tuple[bool, int]:
+        """Run backward at a loss scale, keeping the graph; return whether gradients are finite, and the zeros."""
+        parameters = list(self.lane.copied.model.parameters())
+        with self._observed_if_needed():
+            _backward(self._scaled(loss, scale), retain_graph=True)
+        stats = [measure(p.grad) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        return not any(s.bad for s in stats), sum(s.zero for s in stats)
+
     def _observed_if_needed(self) -> contextlib.AbstractContextManager[Any]:
         return self.observer if self.observer.needed_in_backward else contextlib.nullcontext()
 
@@ -279,6 +306,15 @@ class LaneRun:
             finite = finite and not (measured.nan or measured.posinf or measured.neginf)
         self.gradient_norm = math.sqrt(squares) if finite else math.nan
         self.gradient_rel_error = total_difference(diffs).rel_error
+        del named, references
+        if self.spec.step is not None:
+            self.step = take_step(
+                lane.copied.model,
+                self.spec.step,
+                scale=self.scale,
+                scaled=self.precision == "fp16",
+                gradient_norm=self.gradient_norm,
+            )
         for parameter in lane.copied.model.parameters():
             parameter.grad = None
 
@@ -333,6 +369,7 @@ class LaneRun:
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,
             bad_only_where_masked=self.bad_only_where_masked,
+            step=self.step,
             output_rel_error=measures[("forward", "", 0)].rel_error if root is not None else None,
             notes=(*lane.copied.notes, *lane.notes),
         )

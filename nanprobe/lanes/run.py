@@ -25,7 +25,9 @@ from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
 from nanprobe.lanes.process_state import ProcessState, reference_flags
+from nanprobe.lanes.scales import window_of
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
+from nanprobe.lanes.step_facts import ScaleWindow
 from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
 from nanprobe.numerics.autocast_regions import emulate_cuda
 from nanprobe.numerics.stats import difference, total_difference
@@ -38,6 +40,7 @@ __all__ = [
     "output_holds_loss",
     "reference_noise",
     "replay_lanes",
+    "scale_window",
 ]
 
 T = TypeVar("T")
@@ -222,6 +225,18 @@ def reference_noise(spec: ReplaySpec) -> float | None:
 def largest_loss_scale(spec: ReplaySpec, precision: str, scales: Iterable[float]) -> float | None:
     """Return the first of ``scales`` at which every gradient of one lane is finite, None when there is none."""
     return _alone(spec, precision, lambda run: run.largest_scale(scales))
+
+
+def scale_window(spec: ReplaySpec, precision: str, trace: Trace) -> ScaleWindow | None:
+    """Return the loss scales that would serve one lane of a replay, None when it has no gradients."""
+    counted = [(g.zero, trace.reference.gradient_elements[n]) for n, g in trace.reference.gradients.items()]
+    zeros, elements = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
+    try:
+        return _alone(spec, precision, lambda run: run.gradients_at(lambda at: window_of(at, zeros, elements)))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own: it may not run backward twice
+        return None
 
 
 def find_operations(

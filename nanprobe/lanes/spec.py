@@ -13,6 +13,7 @@ from nanprobe.errors import IncompleteError, UsageError
 from nanprobe.formats import by_name
 from nanprobe.inputs.rng import RandomState
 from nanprobe.lanes.lane_model import Weights
+from nanprobe.lanes.step import StepSpec
 from nanprobe.lanes.trace import Raised
 from nanprobe.numerics.tree import named_tensors
 from nanprobe.progress import SILENT, Progress
@@ -64,7 +65,8 @@ class ReplaySpec:
     """What to replay. ``precisions`` are the low ones; ``reference`` is "fp32" (or "fp64" to judge FP32 itself).
 
     ``loss_scales`` gives the scale of each low precision; ``random`` is the random state that every lane starts from
-    (None: the seed's). ``weights`` maps the checkpoint afresh, so that lanes need not copy weights that live in a file.
+    (None: the seed's). ``step`` is what is done with the gradients, None for nothing. ``weights`` maps the checkpoint
+    afresh, so that lanes need not copy weights that live in a file.
     """
 
     model: nn.Module
@@ -87,6 +89,7 @@ class ReplaySpec:
     batch_size: int | None = None
     batch_dim: int = 0
     weights: Weights | None = None
+    step: StepSpec | None = None
     progress: Progress = SILENT
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanprobe.lanes.step_facts import ScaleWindow, StepFact
 from nanprobe.records import Gradient, Measure
 
 __all__ = [
@@ -231,7 +232,8 @@ class LaneTrace:
 
     ``emulated`` counts, by what was done, the operations that were run in another way than PyTorch would have.
     ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
-    a mask of the batch excludes them.
+    a mask of the batch excludes them. ``step`` is what clipping and the optimizer made of the gradients, None when
+    neither was asked for. ``scale_window`` are the loss scales that would serve, None when that was not looked for.
     """
 
     precision: str
@@ -260,6 +262,8 @@ class LaneTrace:
     measuring_seconds: float
     output_rel_error: float | None
     bad_only_where_masked: bool = False
+    step: StepFact | None = None
+    scale_window: ScaleWindow | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -4,6 +4,6 @@ Nothing here prints or exits. The command line and the Python interface both end
 """
 
 from nanprobe.pipeline.replay import replay_command, run_replay
-from nanprobe.pipeline.subject import Subject
+from nanprobe.pipeline.subject import Subject, step_of
 
-__all__ = ["Subject", "replay_command", "run_replay"]
+__all__ = ["Subject", "replay_command", "run_replay", "step_of"]

@@ -14,6 +14,7 @@ from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
 from nanprobe.diagnose.noise import not_deterministic, unsettled, without_noise, worth_repeating
 from nanprobe.diagnose.operation import diverging_place, needs_earlier, places_to_trace, with_drift, with_operations
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
+from nanprobe.diagnose.step import step_findings, with_step, with_window
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
 from nanprobe.errors import IncompleteError, NanprobeError, UsageError
@@ -29,7 +30,7 @@ from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import BackwardOrigin
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.pipeline.conditions import conditions, environment
-from nanprobe.pipeline.scaling import decide_backward, with_loss_scale
+from nanprobe.pipeline.scaling import decide_backward, with_loss_scale, with_scale_window
 from nanprobe.pipeline.subject import Subject, load_subject
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
@@ -112,6 +113,7 @@ def run_replay(
         batch_size=batch_size_of(subject.batch, dim),
         batch_dim=dim,
         weights=subject.weights,
+        step=subject.step,
         progress=progress,
     )
     check_values(subject.model)
@@ -125,6 +127,7 @@ def run_replay(
         notes = list(subject.notes)
         spec = replace(spec, backward=decide_backward(spec, settings, timings))
         trace, scale_notes = with_loss_scale(spec, settings, timings)
+        trace = with_scale_window(spec, trace, timings)
         notes.extend(scale_notes)
     except LaneFailure as failure:
         raise _explained(failure) from failure.error
@@ -152,8 +155,11 @@ def run_replay(
             for name, diagnosis in diagnoses.items()
         }
         timings["trace"] = time.perf_counter() - began
+    by_name = {reference: trace.reference, **trace.lanes}
+    diagnoses = {name: with_step(trace, by_name[name], diagnosis) for name, diagnosis in diagnoses.items()}
     doubts = (not_deterministic(reference, noise),) if noise else ()
-    found = apply_ignores((*findings(trace, diagnoses), *doubts), settings.ignore)
+    told = (*findings(trace, diagnoses), *step_findings(trace), *doubts)
+    found = apply_ignores(with_window(told, trace.lanes), settings.ignore)
     lost = frozenset(n for n, d in settled.items() if d.divergence is not None and diagnoses[n].divergence is None)
     results = unsettled(precision_results(trace, diagnoses, found), lost)
     for lane in (trace.reference, *trace.lanes.values()):

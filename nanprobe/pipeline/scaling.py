@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 
 from nanprobe.config import Settings
+from nanprobe.diagnose.underflow import gradient_underflow
 from nanprobe.errors import UsageError
-from nanprobe.lanes.run import largest_loss_scale, output_holds_loss, replay_lanes
+from nanprobe.lanes.run import largest_loss_scale, output_holds_loss, replay_lanes, scale_window
 from nanprobe.lanes.spec import ReplaySpec
 from nanprobe.lanes.trace import LaneTrace, Trace
 
-__all__ = ["DEFAULT_LOSS_SCALE", "decide_backward", "with_loss_scale"]
+__all__ = ["DEFAULT_LOSS_SCALE", "decide_backward", "with_loss_scale", "with_scale_window"]
 
 DEFAULT_LOSS_SCALE = 65536.0
 """Where dynamic loss scaling starts: the initial scale of ``torch.amp.GradScaler``."""
@@ -65,3 +66,16 @@ def _scaled_gradients_overflow(trace: Trace) -> bool:
         return any(g.nan or g.posinf or g.neginf for g in lane.gradients.values())
 
     return bad(trace.lanes["fp16"]) and not bad(trace.reference)
+
+
+def with_scale_window(spec: ReplaySpec, trace: Trace, timings: dict[str, float]) -> Trace:
+    """Look for the loss scales that would serve, where FP16's gradients overflow or vanish and FP32's do neither."""
+    lane = trace.lanes.get("fp16")
+    if lane is None or not lane.backward_ran or not math.isfinite(lane.loss or 0.0):
+        return trace
+    if not _scaled_gradients_overflow(trace) and gradient_underflow(lane) is None:
+        return trace
+    began = time.perf_counter()
+    window = scale_window(spec, "fp16", trace)
+    timings["look for the window of loss scales"] = time.perf_counter() - began
+    return replace(trace, lanes={**trace.lanes, "fp16": replace(lane, scale_window=window)})

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanprobe.checkpoints import content_digest
-from nanprobe.config import Config
+from nanprobe.config import CheckpointSpec, Config, Settings
 from nanprobe.errors import UsageError
 from nanprobe.inputs.batch import load_batch
+from nanprobe.inputs.bundle import Bundle
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.loss import build_loss
 from nanprobe.inputs.model import build_model
+from nanprobe.inputs.optimizer import build_optimizer, optimizer_state
 from nanprobe.inputs.rng import RandomState
 from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
 from nanprobe.lanes.lane_model import Weights
 from nanprobe.lanes.spec import LossFunction
+from nanprobe.lanes.step import StepSpec
 
-__all__ = ["Subject", "load_subject"]
+__all__ = ["Subject", "load_subject", "step_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +34,8 @@ class Subject:
     """What is replayed, loaded: the model, the batch as saved, the loss, and what the report says of them.
 
     ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random
-    state of the original step; ``timings`` are seconds already spent by stage.
+    state of the original step; ``step`` is what is done with the gradients; ``timings`` are seconds already spent by
+    stage.
     """
 
     model: nn.Module
@@ -39,6 +44,7 @@ class Subject:
     loss: LossFunction | None = None
     weights: Weights | None = None
     random: RandomState | None = None
+    step: StepSpec | None = None
     described: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +90,9 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         unavailable = random.not_restorable()
         if unavailable is not None:
             notes.append(unavailable)
+    step, note = step_of(settings, model, folder=config.folder, bundle=loaded.bundle, checkpoint=spec)
+    if note is not None:
+        notes.append(note)
     return Subject(
         model=model,
         batch=loaded.value,
@@ -91,6 +100,37 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         loss=loss,
         weights=weights,
         random=random,
+        step=step,
         described=described,
         notes=tuple(notes),
+    )
+
+
+def step_of(
+    settings: Settings,
+    model: nn.Module,
+    *,
+    folder: Path | None = None,
+    bundle: Bundle | None = None,
+    checkpoint: CheckpointSpec | None = None,
+) -> tuple[StepSpec | None, str | None]:
+    """Return what is done with the gradients, None when nothing is asked for, and a note about the optimizer's state.
+
+    UsageError when the optimizer cannot be made.
+    """
+    if settings.optimizer is None and settings.clip_grad_norm is None:
+        return None, None
+    make = build_optimizer(settings.optimizer, folder) if settings.optimizer is not None else None
+    state, note = None, None
+    if make is not None:
+        state, note = optimizer_state(bundle.optimizer if bundle is not None else None, checkpoint, model)
+    scaler = bundle.amp.get("scaler") if bundle is not None else None
+    return (
+        StepSpec(
+            clip_grad_norm=settings.clip_grad_norm,
+            make=make,
+            state=state,
+            scaler=scaler if isinstance(scaler, Mapping) else {},
+        ),
+        note,
     )
