@@ -29,7 +29,6 @@ _LEGITIMATE = Known(
     wrong=("phase", "module", "op", "mechanism"),
     why="-Inf that the model hands out on purpose is taken for the fault, not the loss that multiplies it with zero",
 )
-_STEP = "the optimizer's step is not replayed"
 _EVERYTHING = ("phase", "module", "op", "mechanism", "precision_related")
 
 KNOWN: dict[str, Known] = {
@@ -90,12 +89,6 @@ KNOWN: dict[str, Known] = {
     ),
     "infinite_entry_masked_by_a_product-fp16-cast": Known(
         wrong=("op",), why="+Inf that is filled in on purpose is taken for the fault, not what it is multiplied with"
-    ),
-    "adam_on_half_parameters-fp16-cast": Known(wrong=(*_EVERYTHING, "samples"), why=_STEP),
-    "gradient_norm_in_half-fp16-cast": Known(wrong=(*_EVERYTHING, "samples"), why=_STEP),
-    "update_below_the_spacing-bf16-cast": Known(wrong=_EVERYTHING, why=_STEP),
-    "no_loss_scale-fp16-autocast": Known(
-        wrong=("module",), why="the parameter with the most zeros is named, not the first place whose gradient is lost"
     ),
     **dict.fromkeys(
         ("cache_of_unwritten_memory-fp16-cast", "cache_of_unwritten_memory-bf16-autocast"),

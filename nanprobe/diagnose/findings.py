@@ -36,7 +36,7 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
             elif fault.stored.precision is not None:
                 found.append(_stored_finding(fault))
         explained = any(fault.fatal for fault in diagnosis.faults)
-        underflow = gradient_underflow(lane)
+        underflow = gradient_underflow(trace, lane)
         divergence = diagnosis.divergence
         told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
         told = told or (divergence is not None and divergence.phase == "optimizer")
@@ -115,6 +115,8 @@ def _raised(lane: LaneTrace) -> Finding:
 def _origin_finding(fault: Traced) -> Finding:
     origin = fault.first_bad
     place = origin.module if origin.module is not None else "outside the model"
+    if origin.phase == "optimizer" and origin.module is None:
+        place = "the total norm of the gradients"
     counted = f"{origin.count:,} of {origin.elements:,} elements non-finite"
     tail = "" if fault.fatal else "; it is absorbed before it reaches the loss, a gradient or the output"
     return Finding(

@@ -283,12 +283,12 @@ def _window_words(window: ScaleWindow) -> str:
         return "no loss scale down to 1 keeps the gradients finite"
     if not window.is_open:
         return (
-            f"no loss scale serves: the largest that fits, {window.largest:g}, loses more than {window.share:.0%} of "
-            "the elements"
+            f"no loss scale serves: the largest that fits, {window.largest:,.0f}, "
+            f"loses more than {window.share:.0%} of the elements"
         )
     if window.smallest == window.largest:
-        return f"only the loss scale {window.largest:g} serves"
-    return f"loss scales from {window.smallest:g} to {window.largest:g} serve"
+        return f"only the loss scale {window.largest:,.0f} serves"
+    return f"loss scales from {window.smallest:,.0f} to {window.largest:,.0f} serve"
 
 
 def step_of_lane(lane: LaneTrace) -> Step | None:

@@ -38,24 +38,47 @@ def is_lost(trace: Trace, lane: LaneTrace, place: Place) -> bool:
     return 2 * (max(here.zero - there.zero, 0) + here.subnormal) >= here.elements > 0
 
 
-def gradient_underflow(lane: LaneTrace) -> Finding | None:
-    """Return the finding that a share of all gradient elements is zero where the reference's is not."""
+def gradient_underflow(trace: Trace, lane: LaneTrace) -> Finding | None:
+    """Return the finding that a share of all gradient elements is zero where the reference's is not.
+
+    It names the parameter that backward reaches first among those that lost a share of their own, and in its evidence
+    the share of every parameter and module.
+    """
     elements = sum(lane.gradient_elements.values())
     flushed = sum(gradient.flushed for gradient in lane.gradients.values())
     share = flushed / elements if elements else 0.0
     if share <= FLUSHED_SHARE or not _is_narrow(lane.precision):
         return None
-    worst = max(lane.gradients.items(), key=lambda item: item[1].flushed)[0]
+    shares = {
+        name: gradient.flushed / lane.gradient_elements[name]
+        for name, gradient in lane.gradients.items()
+        if gradient.flushed > FLUSHED_SHARE * lane.gradient_elements[name]
+    }
+    owners = {name: trace.parameters.get(name, (name.rpartition(".")[0], ()))[0] for name in shares}
+    last = {fact.module: fact.entered for fact in lane.visits}
+    first = max(shares, key=lambda name: last.get(owners[name], -1))
+    modules: dict[str, list[int]] = {}
+    for name, owner in owners.items():
+        counted = modules.setdefault(owner, [0, 0])
+        counted[0] += lane.gradients[name].flushed
+        counted[1] += lane.gradient_elements[name]
     return Finding(
         rule="gradient-underflow",
         severity="warning",
         message=(
             f"{flushed:,} gradient elements that FP32 has are zero at loss scale {lane.loss_scale:g} "
-            f"({share:.1%} of the gradient elements); most in {worst}"
+            f"({share:.1%} of the gradient elements); on the way back first in {first}"
         ),
         precision=lane.precision,
         phase="backward",
-        module=worst.rpartition(".")[0],
+        module=owners[first],
         mechanism="gradient-underflow",
-        evidence={"flushed": flushed, "share": share, "parameter": worst, "loss_scale": lane.loss_scale},
+        evidence={
+            "flushed": flushed,
+            "share": share,
+            "parameter": first,
+            "loss_scale": lane.loss_scale,
+            "parameters": shares,
+            "modules": {owner: lost / whole for owner, (lost, whole) in modules.items()},
+        },
     )

@@ -65,7 +65,7 @@ def _verdict(name: str, lane: LaneTrace, diagnosis: LaneDiagnosis, found: Sequen
         if f.precision in (None, name) and f.severity == "error" and not f.ignored and f.rule != "raised"
     ]
     if not errors:
-        return "clean"
+        return "inconclusive" if lane.step is not None and lane.step.error is not None else "clean"
     first = diagnosis.first_bad
     return "not-precision" if first is not None and first.precision_related is False else "precision"
 

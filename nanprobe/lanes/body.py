@@ -312,7 +312,7 @@ class LaneRun:
                 lane.copied.model,
                 self.spec.step,
                 scale=self.scale,
-                scaled=self.precision == "fp16",
+                scaled=self.precision == "fp16" and self.scale != 1.0,
                 gradient_norm=self.gradient_norm,
             )
         for parameter in lane.copied.model.parameters():

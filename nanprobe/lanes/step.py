@@ -63,7 +63,7 @@ def take_step(model: nn.Module, spec: StepSpec, *, scale: float, scaled: bool, g
         skipped=not finite,
         loss_scale=scale if scaled else None,
         next_scale=_next_scale(scale, spec.scaler, finite=finite) if scaled else None,
-        refused=tuple(n for n, p in named.items() if p.dtype is torch.float16) if scaled and scale != 1.0 else (),
+        refused=tuple(n for n, p in named.items() if p.dtype is torch.float16) if scaled else (),
     )
     if not finite or not named:
         return fact
@@ -141,7 +141,8 @@ def _load(
 ) -> dict[int, dict[str, Any]]:
     """Load the state that was saved, cast as PyTorch casts it; return copies of it by the identity of the parameter."""
     groups = optimizer.state_dict()["param_groups"]
-    known = {number: dict(values) for number, values in state.items() if number < len(parameters)}
+    # Loading keeps the tensors that need no cast, and the step writes to them.
+    known = {number: map_tensors(torch.clone, dict(v)) for number, v in state.items() if number < len(parameters)}
     optimizer.load_state_dict({"state": known, "param_groups": groups})
     return {id(p): map_tensors(torch.clone, dict(optimizer.state[p])) for p in parameters if p in optimizer.state}
 

@@ -73,7 +73,7 @@ def with_scale_window(spec: ReplaySpec, trace: Trace, timings: dict[str, float])
     lane = trace.lanes.get("fp16")
     if lane is None or not lane.backward_ran or not math.isfinite(lane.loss or 0.0):
         return trace
-    if not _scaled_gradients_overflow(trace) and gradient_underflow(lane) is None:
+    if not _scaled_gradients_overflow(trace) and gradient_underflow(trace, lane) is None:
         return trace
     began = time.perf_counter()
     window = scale_window(spec, "fp16", trace)

@@ -15,6 +15,7 @@ from nanprobe.render.lookup import path_of
 from nanprobe.render.options import Options
 from nanprobe.render.rows import Fold, Item, Note, Shown, fold_words, select
 from nanprobe.render.sentences import headline, precision_lines, reasons
+from nanprobe.render.step import step_lines
 
 __all__ = ["markdown"]
 
@@ -36,6 +37,7 @@ def markdown(report: ReplayReport, options: Options) -> str:
         blocks += _table(report, items, ink)
     for title, lines in (
         ("Gradients", sections.gradients(report, ink, verbose=verbose)),
+        ("Step", step_lines(report, ink)),
         ("Also found", sections.findings(report, ink, verbose=verbose)),
         ("What to look at next", sections.next_steps(report, ink, folded=folded)),
     ):

@@ -196,14 +196,18 @@ def _note(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
         if place.reference_absmax is not None and place.precision != report.reference:
             amount += f", {report.reference.upper()} reaches {numbers.magnitude(place.reference_absmax)}"
     elif isinstance(place, Divergence):
-        amount = f": rel. error {numbers.error(place.rel_error)}"
-    parameter = place.parameter if isinstance(place, FirstBad) else None
+        lost = place.mechanism == "update-underflow" and place.rel_error is not None
+        amount = (
+            f": {place.rel_error:.0%} of the updates lost" if lost else f": rel. error {numbers.error(place.rel_error)}"
+        )
+    parameter = place.parameter if isinstance(place, FirstBad) or place.phase == "optimizer" else None
     if place.phase == "input":
         where = f"the batch, field {ink.name(parameter)}" if parameter else "the batch"
     elif place.phase in ("parameter", "buffer"):
         where = f"{place.phase} {ink.name(parameter)}" if parameter else f"a {place.phase}"
     elif place.phase == "optimizer":
-        where = f"optimizer step of {ink.name(parameter)}" if parameter else "optimizer step"
+        norm = "total norm of the gradients" if isinstance(place, FirstBad) else "optimizer step"
+        where = f"optimizer step of {ink.name(parameter)}" if parameter else norm
     elif place.phase == "loss" and place.module is None:
         where = "loss function"
     elif place.module is None:

@@ -248,6 +248,11 @@ def _clean(report: ReplayReport, ink: Ink) -> str:
     else:
         where = f"all {visits(report.modules)} are clean"
     tried = joined(lanes or [reference], "or")
+    if any(finding.rule == "gradient-underflow" and not finding.ignored for finding in report.findings):
+        return (
+            f"Nothing is NaN or Inf in {tried}, but gradients that {reference} has are zero, and what is zero is not "
+            "learned: see below."
+        )
     return f"Nothing goes wrong in {tried}: {where}. A failure of this batch did not reproduce here."
 
 
@@ -307,6 +312,8 @@ def _deed(report: ReplayReport, bad: FirstBad, ink: Ink, *, brief: bool = False)
 def _verb(bad: FirstBad, counts: BadCounts) -> str:
     if bad.mechanism == "loss-scale-overflow":
         return "overflows because of the loss scale in"
+    if bad.mechanism == "optimizer-error":
+        return "makes NaN or Inf in"
     unexplained = bad.mechanism is None and bad.precision_related is not False
     if bad.mechanism == "overflow" or (counts.only_inf and unexplained):
         return "overflows in"
@@ -333,7 +340,8 @@ def _place(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
         if parameter:
             where += f", gradient of {ink.name(parameter)}"
     elif place.phase == "optimizer":
-        where = f"the optimizer step of {ink.name(parameter)}" if parameter else "the optimizer step"
+        where = f"the optimizer step of {ink.name(parameter)}" if parameter else "the total norm of the gradients"
+        where += f", operation {ink.name(place.op)}" if place.op else ""
     return where
 
 
@@ -370,6 +378,8 @@ def _position(bad: FirstBad) -> str:
 
 def _drift(report: ReplayReport, drift: Divergence, ink: Ink, *, brief: bool = False) -> str:
     """Return where a precision leaves the reference, as a clause without its subject; ``brief`` is without numbers."""
+    if drift.mechanism == "update-underflow":
+        return _stands_still(drift, ink, brief=brief)
     text = f"drifts from {report.reference.upper()} in {_place(report, drift, ink)}"
     if brief:
         return text
@@ -381,6 +391,13 @@ def _drift(report: ReplayReport, drift: Divergence, ink: Ink, *, brief: bool = F
     if drift.local_error is not None and row is not None and row.leaf:
         text += f" (given {report.reference.upper()}'s inputs: {numbers.error(drift.local_error)})"
     return text
+
+
+def _stands_still(drift: Divergence, ink: Ink, *, brief: bool) -> str:
+    where = f", first in {ink.name(drift.parameter)}" if drift.parameter else ""
+    if brief or drift.rel_error is None:
+        return f"loses the optimizer's updates to rounding{where}"
+    return f"loses {drift.rel_error:.0%} of the optimizer's updates to rounding{where}"
 
 
 def _below(parent: str | None, name: str) -> str:

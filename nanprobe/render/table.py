@@ -13,6 +13,7 @@ from nanprobe.render.names import neutral
 from nanprobe.render.options import Options
 from nanprobe.render.rows import ALSO, CULPRIT, Fold, Item, Note, Shown, fold_words, select
 from nanprobe.render.sentences import headline, precision_lines, reasons
+from nanprobe.render.step import step_lines
 from nanprobe.render.style import Style
 
 __all__ = ["table"]
@@ -36,6 +37,7 @@ def table(report: ReplayReport, options: Options) -> str:
         blocks.append(_table_block(report, items, style, width))
     for title, lines in (
         ("Gradients", sections.gradients(report, ink, verbose=options.verbose)),
+        ("Step", step_lines(report, ink)),
         ("Also found", sections.findings(report, ink, verbose=options.verbose)),
         ("What to look at next", sections.next_steps(report, ink, folded=folded)),
     ):
