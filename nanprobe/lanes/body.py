@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.arithmetic import arithmetic_of, subnormals_flushed
 from nanprobe.lanes.attention import written_out_here
 from nanprobe.lanes.backward import NodeWatch
 from nanprobe.lanes.baton import LaneThread
@@ -68,6 +69,7 @@ class LaneRun:
             local_error=spec.local_error,
             batch_size=spec.batch_size,
             batch_dim=spec.batch_dim,
+            arithmetic=arithmetic_of(spec, precision, is_reference=is_reference),
         )
         self.lane = Lane(settings, copied, conductor, is_reference=is_reference)
         self.observer = Observer(self.lane)
@@ -104,6 +106,7 @@ class LaneRun:
             if self.spec.emulates_cuda:
                 stack.enter_context(as_on_cuda(regions=self._dtype in HALF))
             stack.enter_context(written_out_here(self.spec.attention))
+            stack.enter_context(subnormals_flushed(self.lane.settings.arithmetic.flush))
             if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
                 # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
                 jit: Any = torch.jit
@@ -306,6 +309,10 @@ class LaneRun:
         if error is not None and raised is None:
             raised = Raised(text=first_line(error), module=None, visit=None, class_=None, phase=lane.phase)
         root = lane.measures.get(("forward", "", 0))
+        operands, tight = lane.settings.arithmetic.operands, self.observer.formats.tight
+        for builder in lane.measures.values():
+            if any(storage.cdata in tight for storage in builder.storages):
+                builder.fmt = operands
         measures = {place: builder.build() for place, builder in lane.measures.items()}
         return LaneTrace(
             precision=self.precision,
@@ -328,7 +335,8 @@ class LaneRun:
             uninspected=tuple(lane.forward.uninspected),
             ops_outside_modules=lane.ops_outside,
             drawn=lane.drawn,
-            emulated={why: dict(counts) for why, counts in self.observer.products.emulated.items()},
+            emulated=self.observer.emulated(),
+            saturated=tuple(self.observer.formats.saturated),
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,

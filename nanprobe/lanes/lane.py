@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,11 @@ class Lane:
     def observing(self) -> bool:
         """Whether what happens now is to be recorded: not in a lane run alone, nor in the extra run of a leaf."""
         return self._conductor is not None and not self._in_twin
+
+    @property
+    def in_twin(self) -> bool:
+        """Whether the extra run of a leaf is under way."""
+        return self._in_twin
 
     @property
     def clock(self) -> int:
@@ -236,10 +242,21 @@ class Lane:
         dtypes = {path: tensor.dtype for path, tensor, _ in frame.inputs}
         self._in_twin = True
         try:
-            with self.placement.around(frame.path):
+            # Recorders hide their own operations from the lane's dispatch mode; a leaf runs as it does in the lane.
+            with _dispatching(), self.placement.around(frame.path):
                 return frame.twin.run(counterpart.inputs, dtypes)
         finally:
             self._in_twin = False
+
+
+@contextmanager
+def _dispatching() -> Iterator[None]:
+    """Have dispatch modes see what runs here, inside a block that hides it from them."""
+    keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+    with ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

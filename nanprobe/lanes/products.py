@@ -128,7 +128,7 @@ class Products:
                 if way is _rounded:
                     return self._rounded(func, dtype, args, kwargs)
                 return way(func, dtype, args, kwargs)
-        if not self._lacks(func):
+        if not self.lacks(func):
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
@@ -168,7 +168,8 @@ class Products:
             held = self._scratch[slot] = torch.empty(elements, dtype=torch.float32)
         return held[:elements]
 
-    def _lacks(self, func: Any) -> bool:
+    def lacks(self, func: Any) -> bool:
+        """Whether an operation may have no half kernel on a CPU though a GPU has one."""
         lacks = self._lacking.get(id(func))
         if lacks is None:
             lacks = self._lacking[id(func)] = func._schema.name.removeprefix("aten::") in _ONLY_ON_A_GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,6 +47,27 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def _limits(spec: ReplaySpec, emulated: Mapping[str, Any]) -> list[str]:
+    """Return what a replay with this much emulated can and cannot show, a sentence each."""
+    limits: list[str] = []
+    if spec.device.type == "cpu":
+        if emulated or spec.emulates_cuda:
+            limits.append(
+                "Emulated operations show what a GPU's arithmetic does to these values: range, rounding, and sums in "
+                "FP32 up to their order."
+            )
+        limits.append(
+            "A replay on a CPU cannot show defects of one GPU's kernels, races, or what a GPU's memory held before."
+        )
+    else:
+        limits.append("A replay shows this GPU and these library versions; others may choose other kernels.")
+    if any("8" in why and "linear" in why for why in emulated):
+        limits.append("8-bit products are of linear layers only; delayed scaling and block scaling are not emulated.")
+    if any("partial sums" in why for why in emulated):
+        limits.append("How a GPU slices a sum depends on shape and model; here every slice has the same length.")
+    return limits
+
+
 def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[str, ...]) -> dict[str, Any]:
     """Return how the lanes were run, what was emulated, and what a reader should know about it."""
     autocast = settings.mode == "autocast"
@@ -81,6 +103,10 @@ def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[
         "mode": settings.mode,
         "autocast_policy": policy,
         "attention": spec.attention,
+        "fp8_scaling": spec.fp8_scaling,
+        "tf32": spec.tf32,
+        "reduced_precision_reduction": spec.reduced_precision_reduction,
+        "flush_subnormals": spec.flush_subnormals,
         "loss_scale": max(scales.values(), default=1.0),
         "loss_scales": scales,
         "seed": settings.seed,
@@ -92,5 +118,6 @@ def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[
         "batch_dim": spec.batch_dim,
         "batch_size": spec.batch_size,
         "emulated": emulated,
+        "limits": _limits(spec, emulated),
         "notes": list(dict.fromkeys(told)),
     }

@@ -11,6 +11,7 @@ from torch import nn
 
 from nanprobe.checkpoints import content_digest
 from nanprobe.config import Config
+from nanprobe.diagnose.reproduction import Original
 from nanprobe.errors import UsageError
 from nanprobe.inputs.batch import load_batch
 from nanprobe.inputs.device import check_device
@@ -30,7 +31,8 @@ class Subject:
     """What is replayed, loaded: the model, the batch as saved, the loss, and what the report says of them.
 
     ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random
-    state of the original step; ``timings`` are seconds already spent by stage.
+    state of the original step and ``original`` what a bundle says of it. ``timings`` are seconds spent already, by
+    stage.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class Subject:
     loss: LossFunction | None = None
     weights: Weights | None = None
     random: RandomState | None = None
+    original: Original | None = None
     described: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -78,12 +81,20 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         if result.missing or result.unexpected:
             described["checkpoint"]["missing"] = list(result.missing)
             described["checkpoint"]["unexpected"] = list(result.unexpected)
-    random = None
-    if loaded.bundle is not None and loaded.bundle.rng is not None:
-        random = loaded.bundle.rng
-        unavailable = random.not_restorable()
+    random, original = None, None
+    bundle = loaded.bundle
+    if bundle is not None:
+        random = bundle.rng
+        unavailable = random.not_restorable() if random is not None else None
         if unavailable is not None:
             notes.append(unavailable)
+        original = Original(
+            reason=bundle.reason,
+            step=bundle.step,
+            amp=bundle.amp,
+            history=bundle.history,
+            random_restored=random is not None and unavailable is None,
+        )
     return Subject(
         model=model,
         batch=loaded.value,
@@ -91,6 +102,7 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         loss=loss,
         weights=weights,
         random=random,
+        original=original,
         described=described,
         notes=tuple(notes),
     )
