@@ -58,6 +58,7 @@ class LaneRun:
         self._autocast = spec.mode == "autocast" and not is_reference and dtype in HALF
         self._cast_to = None if self._autocast else dtype
         copied = self._copy(dtype)
+        copied.model.to(spec.device)
         copied.model.train(spec.train)
         settings = LaneSettings(
             precision=precision,
@@ -102,6 +103,8 @@ class LaneRun:
     def _context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.spec.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.spec.device))
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
             if self.spec.emulates_cuda:
                 stack.enter_context(as_on_cuda(regions=self._dtype in HALF))

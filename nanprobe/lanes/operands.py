@@ -153,7 +153,7 @@ class OperandFormats:
 
     @property
     def _in_backward(self) -> bool:
-        """Whether a derivative runs. Forward code that is recomputed runs in backward too, but takes gradients itself."""
+        """Whether a derivative runs, and not forward code that is recomputed: that runs with gradients enabled."""
         return self._lane.phase == "backward" and not torch.is_grad_enabled()
 
     def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:

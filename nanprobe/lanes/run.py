@@ -61,6 +61,10 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     try:
         # What the caller is in the middle of is not for lanes; this thread copies models, and runs some lanes itself.
         stack.enter_context(torch.inference_mode(False))
+        if spec.device.type == "cuda":
+            # Lanes run on the default stream, whichever stream the caller's work is on.
+            torch.cuda.synchronize(spec.device)
+            stack.callback(torch.cuda.synchronize, spec.device)
         for device in {"cpu", spec.device.type}:
             stack.enter_context(torch.autocast(device, enabled=False))
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
@@ -82,10 +86,17 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
 
 def _start(spec: ReplaySpec) -> RandomState:
     """Return the random state that every lane starts from; this changes the present one."""
-    if spec.random is not None:
-        return spec.random
     seed_all(spec.seed)
-    return RandomState.capture()
+    seeded, given = RandomState.capture(), spec.random
+    if given is None:
+        return seeded
+    # What the bundle does not hold must be the same in every lane all the same.
+    return RandomState(
+        torch=given.torch if given.torch is not None else seeded.torch,
+        cuda=(*given.cuda, *seeded.cuda[len(given.cuda) :]),
+        python=given.python if given.python is not None else seeded.python,
+        numpy=given.numpy if given.numpy is not None else seeded.numpy,
+    )
 
 
 def _lane_state(

@@ -50,7 +50,7 @@ class Subject:
 def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
     """Load what ``config`` names; UsageError when something does not fit or there is no batch."""
     settings = config.settings
-    check_device(settings.device)
+    device = check_device(settings.device)
     if config.batch is None:
         raise UsageError("there is no batch to replay")
     loaded = load_batch(config.batch, trust_pickle=trust_pickle, folder=config.folder)
@@ -81,6 +81,8 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         if result.missing or result.unexpected:
             described["checkpoint"]["missing"] = list(result.missing)
             described["checkpoint"]["unexpected"] = list(result.unexpected)
+    if settings.device != "cpu":
+        model.to(device)  # once, so that lanes share its memory there
     random, original = None, None
     bundle = loaded.bundle
     if bundle is not None:

@@ -1,4 +1,4 @@
-"""TF32 and 8-bit lanes, sums in half and flushed subnormals: what a product is given, and what the report says of it."""
+"""TF32 and 8-bit lanes, sums in half and flushed subnormals: what a product is given, and what the report says."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Net(nn.Module):
         return found
 
 
-# -- TF32 ---------------------------------------------------------------------------------------------------------------
+# -- TF32 ------------------------------------------------------------------------------------------------------------
 
 PRODUCTS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "mm": (torch.mm, [(33, 200), (200, 31)]),
@@ -137,7 +137,7 @@ def test_tf32_can_be_a_condition_of_half_lanes(mode: str) -> None:
     assert (on.record.conditions["tf32"], off.record.conditions["tf32"]) == (True, False)
 
 
-# -- 8 bits -------------------------------------------------------------------------------------------------------------
+# -- 8 bits ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fp8-e4m3", "fp8-e5m2"])
@@ -302,9 +302,7 @@ def test_healthy_models_give_no_finding(name: str, dtype: str) -> None:
 def test_all_formats_side_by_side(mode: str) -> None:
     model, x = Net(), torch.randn(16, 32)
     with untouched(model):
-        report = nanprobe.compare_precisions(
-            model, x, dtypes=("fp32", "fp16", *EMULATED), mode=mode, loss=mean_square
-        )
+        report = nanprobe.compare_precisions(model, x, dtypes=("fp32", "fp16", *EMULATED), mode=mode, loss=mean_square)
     assert_healthy(report, ("fp16", *EMULATED))
     dtypes = {name: measure(report, "down", name).dtype for name in EMULATED}
     assert dtypes == {"tf32": "float32", "fp8-e4m3": "bfloat16", "fp8-e5m2": "bfloat16"}
@@ -312,7 +310,7 @@ def test_all_formats_side_by_side(mode: str) -> None:
     assert errors[0] < errors[1] < errors[2]
 
 
-# -- sums and subnormals ------------------------------------------------------------------------------------------------
+# -- sums and subnormals ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])

@@ -16,7 +16,9 @@ def many() -> torch.Tensor:
     draw = torch.Generator().manual_seed(3)
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=draw, dtype=torch.int64).to(torch.int32)
     near = torch.randn(50_000, generator=draw) * torch.logspace(-45, 38, 50_000)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65519.99, 65520.0, 2.0**-25, 2.0**-24 * 1.5])
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65519.99, 65520.0, 2.0**-25, 2.0**-24 * 1.5]
+    )
     return torch.cat([bits.view(torch.float32), near, special])
 
 
@@ -24,7 +26,8 @@ def many() -> torch.Tensor:
 def test_halves_are_rounded_as_pytorch_casts_them(name: str, dtype: torch.dtype) -> None:
     values = many()
     assert torch.equal(
-        round_to(values, by_name(name)).nan_to_num(1.5, 3e38, -3e38), values.to(dtype).float().nan_to_num(1.5, 3e38, -3e38)
+        round_to(values, by_name(name)).nan_to_num(1.5, 3e38, -3e38),
+        values.to(dtype).float().nan_to_num(1.5, 3e38, -3e38),
     )
 
 
