@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,9 @@ from nanprobe.numerics.autocast_policy import unknown_to_us
 __all__ = ["conditions", "environment"]
 
 _WITH_FUSED_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+_KEPT_BY_TRANSFORMERS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+"""Class attributes by which models of transformers name modules that a half-precision load leaves in FP32."""
 
 _ATTENTION = {
     "math": "scaled-dot-product attention took PyTorch's math back end in every lane",
@@ -68,6 +72,24 @@ def _limits(spec: ReplaySpec, emulated: Mapping[str, Any]) -> list[str]:
     return limits
 
 
+def _asked_to_keep(model: nn.Module, settings: Settings) -> list[str]:
+    """Return the modules that transformers would keep in FP32, as their class asks, and ``keep_fp32`` does not."""
+    kept = kept_paths(model, settings.keep_fp32)
+    wished: list[str] = []
+    for _, owner in model.named_modules():
+        names = [*(getattr(owner, name, None) or () for name in _KEPT_BY_TRANSFORMERS)]
+        wished += [str(word) for group in names for word in group]
+    found: list[str] = []
+    for path, module in model.named_modules():
+        asked = (
+            any(word in path.split(".") for word in wished) and next(module.parameters(recurse=False), None) is not None
+        )
+        covered = any(path == k or path.startswith(f"{k}.") or k == "" for k in kept)
+        if asked and not covered:
+            found.append(path)
+    return found
+
+
 def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[str, ...]) -> dict[str, Any]:
     """Return how the lanes were run, what was emulated, and what a reader should know about it."""
     autocast = settings.mode == "autocast"
@@ -91,6 +113,12 @@ def conditions(spec: ReplaySpec, settings: Settings, trace: Trace, notes: tuple[
     if autocast and any(isinstance(module, _WITH_FUSED_PATHS) for module in spec.model.modules()):
         told.append(
             "fused paths of nn.MultiheadAttention and nn.TransformerEncoder are off in every lane, as under autocast"
+        )
+    converted = _asked_to_keep(spec.model, settings) if not autocast else []
+    if converted:
+        told.append(
+            f"the model asks to keep {', '.join(converted)} in FP32, as from_pretrained(dtype=...) does; here they "
+            f"were cast, as half() does. To replay them in FP32: keep_fp32: {json.dumps(converted)}"
         )
     if spec.attention in _ATTENTION:
         told.append(_ATTENTION[spec.attention])

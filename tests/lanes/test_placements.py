@@ -46,7 +46,7 @@ def test_a_norm_left_in_fp32_in_a_model_that_is_cast_whole_gets_its_values_back_
     )
     report = nanprobe.replay(model, x, dtype="bf16", mode="cast", keep_fp32=["1"], loss=mean_square)
     assert_healthy(report, ("bf16",))
-    assert seen == {"torch.float32": {pytest.approx(1.0001)}}
+    assert seen == {"torch.float32": {float(torch.tensor(1.0001))}}
     assert measure(report, "1", "bf16").dtype == "float32"
     assert measure(report, "2", "bf16").dtype == "bfloat16"
 
@@ -73,6 +73,22 @@ def test_modules_that_transformers_keeps_in_fp32(mode: str, tmp_path: Path) -> N
     place = "encoder.block.0.layer.1.DenseReluDense"
     assert measure(report, f"{place}.wo", "fp16").dtype == "float32"
     assert measure(report, f"{place}.wi", "fp16").dtype == "float16"
+
+
+def test_what_transformers_would_keep_in_fp32_is_told_when_a_cast_converts_it() -> None:
+    class Asks(nn.Sequential):
+        _keep_in_fp32_modules = ("wo",)
+
+    def notes(**settings: Any) -> str:
+        model = Asks()
+        model.add_module("wi", nn.Linear(4, 4))
+        model.add_module("wo", nn.Linear(4, 4))
+        report = nanprobe.replay(model, torch.randn(2, 4), dtype="bf16", **settings)
+        return " ".join(report.record.conditions["notes"])
+
+    assert 'keep_fp32: ["wo"]' in notes(mode="cast")
+    assert "keep_fp32" not in notes(mode="cast", keep_fp32=["wo"])
+    assert "keep_fp32" not in notes(mode="autocast")
 
 
 @MODES
