@@ -74,6 +74,12 @@ def test_the_random_state_of_a_bundle_is_restored_first(tmp_path: Path) -> None:
 
 def test_a_bundle_without_part_of_the_state_draws_the_same_in_every_lane(tmp_path: Path) -> None:
     state = RandomState.capture().to_bundle()
+    other = RandomState.capture().to_bundle()
+    random.seed(5)
+    other["python"] = RandomState.capture().to_bundle()["python"]
+    batch = torch.ones(8, 64)
+    both = [replayed(tmp_path, {"batch": batch, "rng": rng}) for rng in (state, other)]
+    assert forward(both[0]) != forward(both[1]), "Python's generator is not restored"
     del state["python"]
     state["numpy"] = None
     report = replayed(tmp_path, {"batch": torch.ones(8, 64), "rng": state})
