@@ -26,7 +26,7 @@ from nanprobe.formats import NumberFormat, by_dtype, by_name
 from nanprobe.lanes.arithmetic import Arithmetic
 from nanprobe.lanes.measures import bad_detail
 from nanprobe.lanes.memo import StorageWeakRef, storage_of
-from nanprobe.lanes.products import HALF
+from nanprobe.lanes.products import HALF, operation_name
 from nanprobe.lanes.trace import SaturationFact
 from nanprobe.numerics.rounding import flush_to_zero, round_to
 from nanprobe.numerics.tree import named_tensors
@@ -285,8 +285,7 @@ class OperandFormats:
 
     def _count(self, why: str, func: Any) -> None:
         if self._lane.observing:
-            name = func._schema.name.removeprefix("aten::").removeprefix("_")
-            self.emulated.setdefault(why, Counter())[name] += 1
+            self.emulated.setdefault(why, Counter())[operation_name(func)] += 1
 
 
 def _with_exact_bias(args: tuple[Any, ...], made: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LACKING", "PRODUCTS", "Products", "Way", "runs_natively"]
+__all__ = ["LACKING", "PRODUCTS", "Products", "Way", "operation_name", "runs_natively"]
 
 LACKING = "operations without a half kernel on this CPU, run in FP32 and rounded once"
 PRODUCTS = "half products summed in FP32 and rounded once"
@@ -179,8 +179,13 @@ class Products:
         counter = self.emulated.get(why)
         if counter is None:
             counter = self.emulated[why] = Counter()
-        name = func._schema.name.removeprefix("aten::").removeprefix("_")
-        counter[name.replace("scaled_dot_product_flash_attention_for_cpu", "attention")] += 1
+        counter[operation_name(func)] += 1
+
+
+def operation_name(func: Any) -> str:
+    """Return an operation's name as reports count it: without namespace, overload and leading underscore."""
+    name = str(func._schema.name).removeprefix("aten::").removeprefix("_")
+    return name.replace("scaled_dot_product_flash_attention_for_cpu", "attention")
 
 
 def _ways() -> Iterator[tuple[Any, Way]]:
