@@ -11,7 +11,7 @@ from torch import nn
 from nanprobe.config import OptimizerSpec, Settings
 from nanprobe.config.checks import CALLS
 from nanprobe.errors import UsageError
-from nanprobe.formats import LOW_PRECISIONS
+from nanprobe.formats import LOW_PRECISIONS, by_dtype
 from nanprobe.inputs.batch import check_tensors
 from nanprobe.inputs.loss import checked_loss
 from nanprobe.inputs.model import unfinished_class
@@ -39,10 +39,11 @@ def replay(
 ) -> Report:
     """Replay ``batch`` through ``model`` in one low precision beside the FP32 reference.
 
-    ``dtype`` is "fp16", "bf16" or "fp32" (which is judged against FP64), or the torch dtype. ``loss`` is called as
-    loss(output, batch) and returns a scalar tensor. ``call`` says how the batch becomes arguments ("auto", "kwargs",
-    "args", "single"). ``settings`` are the fields of :class:`nanprobe.config.Settings`: ``mode``, ``train``,
-    ``backward``, ``loss_scale``, ``keep_fp32``, ``tolerances``, ``ignore``, ``seed``, ``device``, ...
+    ``dtype`` is "fp16", "bf16", "tf32", "fp8-e4m3", "fp8-e5m2" or "fp32" (which is judged against FP64), or the torch
+    dtype. ``loss`` is called as loss(output, batch) and returns a scalar tensor. ``call`` says how the batch becomes
+    arguments ("auto", "kwargs", "args", "single"). ``settings`` are the fields of :class:`nanprobe.config.Settings`:
+    ``mode``, ``train``, ``backward``, ``loss_scale``, ``keep_fp32``, ``tolerances``, ``ignore``, ``seed``, ``device``,
+    ...
 
     The model, its mode, buffers, gradients and hooks and all random state are as before when this returns or raises.
     Raises UsageError when the batch does not fit the model or a setting makes no sense, IncompleteError when the
@@ -128,10 +129,10 @@ def _run(
 
 def _name(dtype: str | torch.dtype) -> str:
     if isinstance(dtype, torch.dtype):
-        found = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
-        name = found if found is not None else str(dtype)
+        fmt = by_dtype(str(dtype))
+        name = fmt.name if fmt is not None and fmt.name in _PRECISIONS else str(dtype)
     else:
         name = str(dtype)
     if name not in _PRECISIONS:
-        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, _PRECISIONS)}")
+        raise UsageError(f"dtype: no such precision '{name}'; {suggestion(name, _PRECISIONS, limit=len(_PRECISIONS))}")
     return name

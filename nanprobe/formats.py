@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "LOW_PRECISIONS", "NumberFormat", "by_dtype", "by_name"]
+__all__ = ["FORMATS", "LOW_PRECISIONS", "NumberFormat", "by_dtype", "by_name", "carrier_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,10 @@ FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat(name="fp8-e5m2", dtype="float8_e5m2", bits=8, exponent_bits=5, mantissa_bits=2, max=57344.0),
 )
 
-LOW_PRECISIONS: tuple[str, ...] = ("fp16", "bf16")
+LOW_PRECISIONS: tuple[str, ...] = ("fp16", "bf16", "tf32", "fp8-e4m3", "fp8-e5m2")
 """Formats that a lane can run in beside the reference."""
+
+_CARRIERS = {"tf32": "fp32", "fp8-e4m3": "bf16", "fp8-e5m2": "bf16"}
 
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype}
@@ -93,6 +95,15 @@ _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype}
 def by_name(name: str) -> NumberFormat:
     """Return the format called ``name`` ("fp16", "bf16", ...); KeyError when there is none."""
     return _BY_NAME[name]
+
+
+def carrier_of(name: str) -> NumberFormat:
+    """Return the format in which a lane of precision ``name`` holds its tensors.
+
+    TF32 and the 8-bit formats are formats of a product's operands alone: a TF32 product takes and gives FP32, an 8-bit
+    one takes and gives BF16, as in the recipes of Transformer Engine and torchao. Any other precision holds its own.
+    """
+    return _BY_NAME[_CARRIERS.get(name, name)]
 
 
 def by_dtype(dtype: str) -> NumberFormat | None:

@@ -133,7 +133,9 @@ def test_flags_reach_the_config(engine: Engine, tmp_path: Path) -> None:
     ("arguments", "parts"),
     [
         ("replay --dtype fp61", ["--dtype", "fp61", "`fp16`"]),
-        ("replay --dtype fp8-e4m3", ["fp8-e4m3 is not built yet"]),
+        ("replay --dtype fp8-e4m", ["--dtype", "`fp8-e4m3`"]),
+        ("replay --dtype int8", ["--dtype", "`fp32`", "`tf32`", "`fp8-e4m3`", "`fp8-e5m2`"]),
+        ("replay --fp8-scaling tensors", ["--fp8-scaling", "tensor", "none"]),
         ("compare-precisions --dtypes fp32", ["--dtypes", "at least one"]),
         ("compare-precisions --dtypes fp32,half", ["--dtypes", "'half'"]),
         ("replay --mode cats", ["--mode", "`cast`"]),

@@ -48,6 +48,37 @@ COMPARISON = Family(
             ),
         ),
         Entry(
+            name="not-reproduced",
+            kind="rule",
+            meaning="the bundle says that training failed, and the replay is clean",
+            what=(
+                "The batch comes from a bundle that was written because its training step went bad, and no precision "
+                "goes bad with it here."
+            ),
+            why=(
+                "Something that mattered then is different now: the weights, the loss scale, random numbers, the mode, "
+                "the attention back end, how a GPU sums, the optimizer step, other processes; or one GPU's kernel has "
+                "a defect."
+            ),
+            looks_like=(
+                "A warning with the reason that the bundle gives and the suspects that are left, those first that a "
+                "flag can rule out. The verdict stays clean: nanprobe does not guess a module."
+            ),
+            what_to_try=(
+                "Rule out the suspects in their order; most name the flag to try.",
+                "Replay on the machine that failed, with `--device cuda`.",
+                "Check that the checkpoint is of before the step and not of after it.",
+            ),
+            what_not_to_try=("Blaming the module with the largest error of a clean replay.",),
+            references=(
+                Reference(
+                    issue="pytorch/pytorch#109517",
+                    says="an attention kernel whose backward is NaN on finite inputs, on a GPU only",
+                ),
+            ),
+            related=("random-draws-differ",),
+        ),
+        Entry(
             name="divergence",
             kind="mechanism",
             meaning="finite values are further from the reference than the tolerance",

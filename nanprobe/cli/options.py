@@ -22,7 +22,9 @@ __all__ = [
     "Dtypes",
     "Exclude",
     "FailOn",
+    "FlushSubnormals",
     "Format",
+    "Fp8Scaling",
     "Include",
     "Json",
     "LossScale",
@@ -32,9 +34,11 @@ __all__ = [
     "NoTrace",
     "Output",
     "Quiet",
+    "ReducedPrecisionReduction",
     "Seed",
     "ShowConfig",
     "Tensors",
+    "Tf32",
     "TrustPickle",
     "UpdateBaseline",
     "Verbose",
@@ -80,6 +84,28 @@ Attention = Annotated[
         "--attention", metavar="fused|math|math-half", help="How attention is computed; math-half: scores in half."
     ),
 ]
+Fp8Scaling = Annotated[
+    str | None,
+    typer.Option("--fp8-scaling", metavar="tensor|none", help="How 8-bit lanes scale the operands of a product."),
+]
+Tf32 = Annotated[
+    bool | None,
+    typer.Option("--tf32/--no-tf32", help="Round operands of FP32 products in low lanes.", show_default=False),
+]
+ReducedPrecisionReduction = Annotated[
+    bool | None,
+    typer.Option(
+        "--reduced-precision-reduction/--no-reduced-precision-reduction",
+        help="Add up partial sums of half products in half.",
+        show_default=False,
+    ),
+]
+FlushSubnormals = Annotated[
+    bool | None,
+    typer.Option(
+        "--flush-subnormals/--no-flush-subnormals", help="Turn subnormals into zeros in low lanes.", show_default=False
+    ),
+]
 Backward = Annotated[
     bool | None,
     typer.Option(
@@ -99,7 +125,10 @@ Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda|cuda:N
 Seed = Annotated[
     int | None, typer.Option("--seed", parser=_integer, metavar="N", help="Seed of the factory and of every lane.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Precision to replay.")]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", metavar="fp16|bf16|fp32|...", help="Precision to replay; also tf32, fp8-e4m3, fp8-e5m2."),
+]
 Dtypes = Annotated[str, typer.Option("--dtypes", metavar="LIST", help="Precisions to compare, joined with commas.")]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Stop at modules; do not go down to operations.")]
 NoLocalError = Annotated[

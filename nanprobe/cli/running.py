@@ -13,7 +13,7 @@ from nanprobe._console.user_code import user_code
 from nanprobe.cli.outputs import Outputs, print_text
 from nanprobe.errors import Interrupted, UsageError
 from nanprobe.exit_codes import OK
-from nanprobe.formats import FORMATS
+from nanprobe.formats import LOW_PRECISIONS
 from nanprobe.nearest import suggestion
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Flags", "one_precision", "run", "several_precisions"]
 
-_REPLAYED = ("fp32", "fp16", "bf16")
+_REPLAYED = ("fp32", *LOW_PRECISIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,10 @@ class Flags:
     mode: str | None
     autocast_policy: str | None
     attention: str | None
+    fp8_scaling: str | None
+    tf32: bool | None
+    reduced_precision_reduction: bool | None
+    flush_subnormals: bool | None
     backward: bool | None
     loss_scale: float | None
     device: str | None
@@ -56,16 +60,18 @@ def several_precisions(names: str) -> tuple[str, ...]:
     asked = [_precision(name.strip(), "--dtypes") for name in names.split(",") if name.strip()]
     low = [name for name in dict.fromkeys(asked) if name != "fp32"]
     if not low:
-        raise UsageError("--dtypes: name at least one of fp16 and bf16 to compare with FP32")
+        raise UsageError(f"--dtypes: name at least one of {_listed()} to compare with FP32")
     return ("fp32", *low)
 
 
 def _precision(name: str, flag: str) -> str:
     if name in _REPLAYED:
         return name
-    if name in [fmt.name for fmt in FORMATS]:
-        raise UsageError(f"{flag}: replaying in {name} is not built yet; there are {', '.join(_REPLAYED)}")
-    raise UsageError(f"{flag}: no such precision '{name}'; {suggestion(name, _REPLAYED)}")
+    raise UsageError(f"{flag}: no such precision '{name}'; {suggestion(name, _REPLAYED, limit=len(_REPLAYED))}")
+
+
+def _listed() -> str:
+    return f"{', '.join(LOW_PRECISIONS[:-1])} and {LOW_PRECISIONS[-1]}"
 
 
 def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Outputs, *, started: float) -> int:
@@ -82,6 +88,10 @@ def run(command: str, precisions: tuple[str, ...], flags: Flags, outputs: Output
         mode=flags.mode,
         autocast_policy=flags.autocast_policy,
         attention=flags.attention,
+        fp8_scaling=flags.fp8_scaling,
+        tf32=flags.tf32,
+        reduced_precision_reduction=flags.reduced_precision_reduction,
+        flush_subnormals=flags.flush_subnormals,
         backward=flags.backward,
         loss_scale=flags.loss_scale,
         device=flags.device,
@@ -145,14 +155,21 @@ def _words(flags: Flags) -> tuple[str, ...]:
         ("--mode", flags.mode),
         ("--autocast-policy", flags.autocast_policy),
         ("--attention", flags.attention),
+        ("--fp8-scaling", flags.fp8_scaling),
         ("--loss-scale", flags.loss_scale),
         ("--device", flags.device),
         ("--seed", flags.seed),
     ):
         if value is not None:
             words += [flag, f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)]
-    if flags.backward is not None:
-        words.append("--backward" if flags.backward else "--no-backward")
+    for name, switched in (
+        ("backward", flags.backward),
+        ("tf32", flags.tf32),
+        ("reduced-precision-reduction", flags.reduced_precision_reduction),
+        ("flush-subnormals", flags.flush_subnormals),
+    ):
+        if switched is not None:
+            words.append(f"--{name}" if switched else f"--no-{name}")
     if flags.trust_pickle:
         words.append("--trust-pickle")
     return tuple(words)

@@ -19,6 +19,7 @@ __all__ = [
     "ATTENTIONS",
     "AUTOCAST_POLICIES",
     "CALLS",
+    "FP8_SCALINGS",
     "MODES",
     "Check",
     "Unfit",
@@ -40,6 +41,7 @@ __all__ = [
 MODES = ("autocast", "cast")
 AUTOCAST_POLICIES = ("cuda", "cpu")
 ATTENTIONS = ("fused", "math", "math-half")
+FP8_SCALINGS = ("tensor", "none")
 CALLS = ("auto", "kwargs", "args", "single")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")

@@ -39,8 +39,9 @@ CONFIG_NAMES = ("nanprobe.yaml", "nanprobe.yml")
 """File names looked for in the current folder, in this order."""
 
 _TOP = (
-    "model", "checkpoint", "batch", "loss", "mode", "autocast_policy", "attention", "train", "backward", "loss_scale",
-    "keep_fp32", "clip_grad_norm", "optimizer", "seed", "ignore", "tolerances", "device",
+    "model", "checkpoint", "batch", "loss", "mode", "autocast_policy", "attention", "fp8_scaling", "tf32",
+    "reduced_precision_reduction", "flush_subnormals", "train", "backward", "loss_scale", "keep_fp32",
+    "clip_grad_norm", "optimizer", "seed", "ignore", "tolerances", "device",
 )  # fmt: skip
 
 

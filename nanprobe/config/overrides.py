@@ -23,6 +23,10 @@ class Overrides:
     mode: str | None = None
     autocast_policy: str | None = None
     attention: str | None = None
+    fp8_scaling: str | None = None
+    tf32: bool | None = None
+    reduced_precision_reduction: bool | None = None
+    flush_subnormals: bool | None = None
     backward: bool | None = None
     loss_scale: float | None = None
     device: str | None = None

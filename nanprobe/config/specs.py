@@ -189,6 +189,10 @@ SETTING_CHECKS: Mapping[str, Check] = {
     "mode": checks.one_of(*checks.MODES),
     "autocast_policy": checks.one_of(*checks.AUTOCAST_POLICIES),
     "attention": checks.one_of(*checks.ATTENTIONS),
+    "fp8_scaling": checks.one_of(*checks.FP8_SCALINGS),
+    "tf32": checks.optional(checks.boolean),
+    "reduced_precision_reduction": checks.optional(checks.boolean),
+    "flush_subnormals": checks.boolean,
     "train": checks.optional(checks.boolean),
     "backward": checks.optional(checks.boolean),
     "loss_scale": checks.optional(checks.loss_scale),
@@ -206,12 +210,17 @@ class Settings:
     """How to replay; every field means what the config key of the same name means.
 
     None stands for "follows from the rest": ``train`` and ``backward`` from whether there is a loss, ``loss_scale``
-    from precision and backward. ``batch_dim`` is the key ``batch: {dim: ...}``. UsageError when a value makes no sense.
+    from precision and backward, ``tf32`` and ``reduced_precision_reduction`` from the device. ``batch_dim`` is the key
+    ``batch: {dim: ...}``. UsageError when a value makes no sense.
     """
 
     mode: str = "autocast"
     autocast_policy: str = "cuda"
     attention: str = "fused"
+    fp8_scaling: str = "tensor"
+    tf32: bool | None = None
+    reduced_precision_reduction: bool | None = None
+    flush_subnormals: bool = False
     train: bool | None = None
     backward: bool | None = None
     loss_scale: float | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanprobe.config import IgnoreRule
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
+from nanprobe.diagnose.saturation import is_saturation
 from nanprobe.diagnose.underflow import gradient_underflow
 from nanprobe.lanes.trace import LaneTrace, Trace
 from nanprobe.records import Divergence, Finding, FirstBad, Remedy
@@ -117,7 +118,8 @@ def _origin_finding(fault: Traced) -> Finding:
     place = origin.module if origin.module is not None else "outside the model"
     if origin.phase == "optimizer" and origin.module is None:
         place = "the total norm of the gradients"
-    counted = f"{origin.count:,} of {origin.elements:,} elements non-finite"
+    what = f"beyond {origin.limit:g}, where they saturate" if is_saturation(origin) else "non-finite"
+    counted = f"{origin.count:,} of {origin.elements:,} elements {what}"
     tail = "" if fault.fatal else "; it is absorbed before it reaches the loss, a gradient or the output"
     return Finding(
         rule=origin.mechanism or "nonfinite",

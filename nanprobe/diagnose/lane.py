@@ -11,6 +11,7 @@ from nanprobe.diagnose.divergence import first_divergence, loss_is_beyond, posit
 from nanprobe.diagnose.flips import attributed
 from nanprobe.diagnose.independent import forward_origins
 from nanprobe.diagnose.nonfinite import bad_parameters, ends_badly, nonfinite_origins
+from nanprobe.diagnose.saturation import saturations
 from nanprobe.diagnose.search import Origin
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.lanes.trace import LaneTrace, Place, Trace
@@ -86,6 +87,7 @@ def _faults(
     origins = nonfinite_origins(trace, lane, forward)
     explains: dict[int, list[FirstBad]] = {number: [] for number in range(len(stored))}
     own: list[FirstBad] = []
+    early, late = _saturated(lane, forward, fatal=fatal)
     given = [origin.given_inf for origin in forward] + [False] * (len(origins) - len(forward))
     for origin, given_inf in zip(origins, given, strict=True):
         number = next((n for n, fault in enumerate(stored) if fault.explains(origin, given_inf=given_inf)), None)
@@ -111,7 +113,18 @@ def _faults(
         Traced(first_bad=origin, fatal=fatal and (alive or not elsewhere))
         for origin, alive in zip(own, lives, strict=True)
     ]
-    return tuple(found)
+    return (*early, *found, *(dataclasses.replace(f, fatal=f.fatal and not somewhere) for f in late))
+
+
+def _saturated(lane: LaneTrace, forward: Sequence[Origin], *, fatal: bool) -> tuple[list[Traced], list[Traced]]:
+    """Return the faults of saturation that come before the first origin in forward, and those that come after."""
+    before: list[Traced] = []
+    after: list[Traced] = []
+    found = saturations(lane)
+    for number, (bad, time) in enumerate(found, start=1):
+        is_early = bad.phase != "backward" and all(time <= origin.time for origin in forward)
+        (before if is_early else after).append(Traced(first_bad=bad, fatal=fatal and number == len(found)))
+    return before, after
 
 
 def _is_fatal(trace: Trace, lane: LaneTrace, tolerances: Tolerances | None = None) -> bool:

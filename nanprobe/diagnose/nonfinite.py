@@ -11,7 +11,7 @@ from nanprobe.diagnose.accumulation import bad_parameters, in_accumulation
 from nanprobe.diagnose.explain import explain_backward, explain_forward, shown
 from nanprobe.diagnose.independent import of_samples
 from nanprobe.diagnose.search import Origin, find_origins
-from nanprobe.formats import NumberFormat, by_dtype, by_name
+from nanprobe.formats import NumberFormat, by_dtype, carrier_of
 from nanprobe.lanes.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
 from nanprobe.records import FirstBad, Remedy
 
@@ -110,7 +110,7 @@ def _first_bad(trace: Trace, lane: LaneTrace, origin: Origin, forward: Sequence[
     detail = of_samples(whole, origin.samples) if whole is not None else None
     is_reference = lane.precision == trace.reference.precision
     fails_too = is_reference or _reference_fails_too(trace, fact, seen, detail)
-    fmt = by_dtype(detail.dtype) if detail is not None else by_name(lane.precision)
+    fmt = by_dtype(detail.dtype) if detail is not None else carrier_of(lane.precision)
     largest = detail.input_absmax if detail is not None and not origin.own_code else _largest_before(lane, origin)
     mechanism = _mechanism(detail, fmt, largest, fails_too=fails_too)
     absorber = absorbing_visit(lane, origin, forward)
@@ -177,7 +177,7 @@ def _with_remedies(first: FirstBad) -> FirstBad:
 def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     reference = trace.reference.loss
     fails_too = reference is not None and not math.isfinite(reference)
-    fmt = by_name(lane.precision)
+    fmt = carrier_of(lane.precision)
     root = lane.measures.get(("forward", "", 0))
     largest = root.absmax if root is not None else None
     beyond = reference is not None and not fails_too and abs(reference) >= fmt.overflow_threshold
@@ -229,7 +229,7 @@ def _in_backward(trace: Trace, lane: LaneTrace) -> FirstBad | None:
         elements=detail.elements if detail is not None else 0,
         index=detail.index if detail is not None else None,
         samples=detail.samples if detail is not None else None,
-        limit=by_name(lane.precision).max,
+        limit=carrier_of(lane.precision).max,
         explanation=explain_backward(trace, lane, origin, mechanism, fails_too=fails_too),
         remedies=(Remedy(kind="lower-loss-scale", text="Lower the loss scale, or let dynamic loss scaling find it."),)
         if mechanism == "loss-scale-overflow"

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from nanprobe.diagnose.explain import shown
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
-from nanprobe.formats import by_dtype, by_name
+from nanprobe.diagnose.saturation import is_saturation
+from nanprobe.formats import by_dtype, carrier_of
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, OperationFact
 from nanprobe.records import FirstBad, Remedy
 
@@ -30,7 +31,7 @@ def places_to_trace(diagnosis: LaneDiagnosis) -> Iterator[tuple[str, int]]:
     """
     for fault in diagnosis.faults:
         place = _place(fault.first_bad)
-        if place is not None and fault.stored is None:
+        if place is not None and fault.stored is None and not is_saturation(fault.first_bad):
             yield place
     hidden = diverging_place(diagnosis)
     if hidden is not None:
@@ -69,6 +70,8 @@ def with_operations(
     """
 
     def named(bad: FirstBad) -> FirstBad:
+        if is_saturation(bad):
+            return bad
         if bad.phase == "backward":
             return _in_backward(bad, backward)
         place = _place(bad)
@@ -167,7 +170,7 @@ def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
     if origin.op == "aten.sqrt" and bad.precision_related and mechanism in (None, "overflow", "domain-error"):
         # Even at the smallest subnormal the derivative of a root is small; Inf means that the root itself was zero.
         mechanism = "underflow"
-    name = by_name(bad.precision)
+    name = carrier_of(bad.precision)
     text = bad.explanation
     if mechanism == "underflow":
         text += (

@@ -16,13 +16,31 @@ from fnmatch import fnmatchcase
 from nanprobe.config import Tolerance
 from nanprobe.formats import by_name
 
-__all__ = ["BASE_MULTIPLE", "FREE_VISITS", "KINK_MULTIPLE", "LARGEST_BACKWARD", "Tolerances"]
+__all__ = [
+    "BASE_MULTIPLE",
+    "COARSE_FREE_VISITS",
+    "COARSE_MULTIPLE",
+    "FREE_VISITS",
+    "KINK_MULTIPLE",
+    "LARGEST_BACKWARD",
+    "LARGEST_COARSE",
+    "Tolerances",
+]
 
 BASE_MULTIPLE = 16.0
 """Forward tolerance at the start of a model, in multiples of u."""
 
 FREE_VISITS = 32
 """Number of visits over which the forward tolerance does not grow yet."""
+
+COARSE_MULTIPLE = 4.0
+"""The same for 8-bit formats, whose errors are near their worst case after few layers."""
+
+COARSE_FREE_VISITS = 8
+"""Number of visits over which the forward tolerance of an 8-bit format does not grow yet."""
+
+LARGEST_COARSE = 0.75
+"""Largest forward tolerance of an 8-bit format: an error of 1 leaves nothing of the value."""
 
 KINK_MULTIPLE = 8.0
 """Backward tolerance at the start of a model, in multiples of the square root of u."""
@@ -48,12 +66,16 @@ class Tolerances:
 
     def at(self, phase: str, module: str | None, position: int) -> float:
         """Return the largest relative error that passes at a visit; ``position`` counts the visits before it."""
-        unit = by_name(self.precision).unit_roundoff
+        fmt = by_name(self.precision)
+        unit = fmt.unit_roundoff
         chosen = self._set_by_user(module)
         if chosen is not None:
             return chosen * unit
-        growth = math.sqrt(max(1.0, position / FREE_VISITS))
-        forward = BASE_MULTIPLE * unit * growth
+        coarse = fmt.bits == 8
+        growth = math.sqrt(max(1.0, position / (COARSE_FREE_VISITS if coarse else FREE_VISITS)))
+        forward = (COARSE_MULTIPLE if coarse else BASE_MULTIPLE) * unit * growth
+        if coarse:
+            forward = min(forward, LARGEST_COARSE)
         if phase == "forward":
             return forward
         return min(max(2.0 * forward, KINK_MULTIPLE * math.sqrt(unit * growth)), LARGEST_BACKWARD)

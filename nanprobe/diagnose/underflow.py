@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nanprobe.formats import by_name
+from nanprobe.formats import by_name, carrier_of
 from nanprobe.lanes.trace import LaneTrace, Place, Trace
 from nanprobe.records import Finding, Gradient
 
@@ -20,7 +20,7 @@ FLUSHED_SHARE = 0.05
 
 def _is_narrow(precision: str) -> bool:
     """Whether a format has a narrower range than FP32, so that it can lose what FP32 keeps."""
-    return by_name(precision).exponent_bits < by_name("fp32").exponent_bits
+    return carrier_of(precision).exponent_bits < by_name("fp32").exponent_bits
 
 
 def without_cancellation(gradient: Gradient, elements: int, precision: str) -> Gradient:

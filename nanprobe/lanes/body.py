@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanprobe.errors import UsageError
+from nanprobe.lanes.arithmetic import arithmetic_of, subnormals_flushed
 from nanprobe.lanes.attention import written_out_here
 from nanprobe.lanes.backward import NodeWatch
 from nanprobe.lanes.baton import LaneThread
@@ -62,6 +63,7 @@ class LaneRun:
         self._autocast = spec.mode == "autocast" and not is_reference and dtype in HALF
         self._cast_to = None if self._autocast else dtype
         copied = self._copy(dtype)
+        copied.model.to(spec.device)
         copied.model.train(spec.train)
         settings = LaneSettings(
             precision=precision,
@@ -73,6 +75,7 @@ class LaneRun:
             local_error=spec.local_error,
             batch_size=spec.batch_size,
             batch_dim=spec.batch_dim,
+            arithmetic=arithmetic_of(spec, precision, is_reference=is_reference),
         )
         self.lane = Lane(settings, copied, conductor, is_reference=is_reference)
         self.observer = Observer(self.lane)
@@ -105,10 +108,13 @@ class LaneRun:
     def _context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.spec.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.spec.device))
             stack.enter_context(torch.set_grad_enabled(self.spec.backward))
             if self.spec.emulates_cuda:
                 stack.enter_context(as_on_cuda(regions=self._dtype in HALF))
             stack.enter_context(written_out_here(self.spec.attention))
+            stack.enter_context(subnormals_flushed(self.lane.settings.arithmetic.flush))
             if any(isinstance(module, torch.jit.ScriptModule) for module in self.lane.copied.modules.values()):
                 # Optimised TorchScript keeps the autocast dtype of the lane that ran it first.
                 jit: Any = torch.jit
@@ -342,6 +348,10 @@ class LaneRun:
         if error is not None and raised is None:
             raised = Raised(text=first_line(error), module=None, visit=None, class_=None, phase=lane.phase)
         root = lane.measures.get(("forward", "", 0))
+        operands, tight = lane.settings.arithmetic.operands, self.observer.formats.tight
+        for builder in lane.measures.values():
+            if any(storage.cdata in tight for storage in builder.storages):
+                builder.fmt = operands
         measures = {place: builder.build() for place, builder in lane.measures.items()}
         return LaneTrace(
             precision=self.precision,
@@ -364,7 +374,8 @@ class LaneRun:
             uninspected=tuple(lane.forward.uninspected),
             ops_outside_modules=lane.ops_outside,
             drawn=lane.drawn,
-            emulated={why: dict(counts) for why, counts in self.observer.products.emulated.items()},
+            emulated=self.observer.emulated(),
+            saturated=tuple(self.observer.formats.saturated),
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,

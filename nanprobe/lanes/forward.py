@@ -14,7 +14,7 @@ from nanprobe.lanes.conductor import Posted, Request
 from nanprobe.lanes.frames import Frame
 from nanprobe.lanes.local import LocalTwin
 from nanprobe.lanes.measures import MeasureBuilder, bad_detail, health_of
-from nanprobe.lanes.memo import TensorMemo, version_of
+from nanprobe.lanes.memo import TensorMemo, storage_of, version_of
 from nanprobe.lanes.trace import HEALTHY, BadDetail, Health, VisitFact
 from nanprobe.numerics.stats import (
     Difference,
@@ -124,8 +124,12 @@ class ForwardRecorder:
         elif not lane.is_reference:
             builder.note = "the reference did not come by"
             lane.choices.flip(frame, None, 1, 1, "this visit is not made by the reference")
+        # Headroom is that of the operand's format where a product takes the value as it is; which one is seen later.
+        keeps_storages = lane.settings.arithmetic.operands is not None and not lane.settings.arithmetic.scaled
         for path, tensor in tensors.items():
             builder.add(path, tensor, stats[path], diffs.get(path))
+            if keeps_storages and tensor.layout is torch.strided:
+                builder.storages.append(storage_of(tensor))
         self._record(frame, tensors, stats, counterpart, lost, left, builder)
         lane.measuring_seconds += time.perf_counter() - began
         if lane.is_reference:

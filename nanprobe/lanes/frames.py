@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanprobe.lanes.arithmetic import Arithmetic
 from nanprobe.lanes.conductor import Key
 from nanprobe.lanes.local import LocalTwin
 from nanprobe.lanes.memo import version_of
@@ -33,6 +34,7 @@ class LaneSettings:
     local_error: bool = True
     batch_size: int | None = None
     batch_dim: int = 0
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
 
 @dataclass(slots=True, eq=False)

@@ -92,6 +92,11 @@ class Lane:
         return self._conductor is not None and not self._in_twin
 
     @property
+    def in_twin(self) -> bool:
+        """Whether the extra run of a leaf is under way."""
+        return self._in_twin
+
+    @property
     def clock(self) -> int:
         """The number of module entries, exits and gradients so far."""
         return self._clock

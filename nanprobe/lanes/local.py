@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanprobe.inputs.rng import RandomState
 from nanprobe.numerics.tree import map_tensors, named_tensors
 
 __all__ = ["LocalTwin"]
@@ -27,7 +28,7 @@ class LocalTwin:
         self,
         module: nn.Module,
         buffers: dict[str, torch.Tensor] | None,
-        random: torch.Tensor,
+        random: RandomState,
         refused: str | None = None,
     ) -> None:
         self._module = module
@@ -39,7 +40,7 @@ class LocalTwin:
     def prepare(cls, module: nn.Module) -> LocalTwin | None:
         """Get ready for an extra run of ``module``; None when it has children or cannot be copied."""
         builtin = type(module).__module__.startswith("torch.nn.")
-        random = torch.get_rng_state()
+        random = RandomState.capture_torch()
         if module._forward_hooks or module._forward_pre_hooks:
             return cls(module, None, random, "local error unknown: the module has hooks")
         if builtin and type(module).forward is not nn.Module.forward and not isinstance(module, _CONTAINERS):
@@ -78,8 +79,8 @@ class LocalTwin:
             return detached.to(wanted)
 
         args, kwargs = map_tensors(fit, inputs)
-        saved = torch.get_rng_state()
-        torch.set_rng_state(self._random)
+        saved = RandomState.capture_torch()
+        self._random.restore()
         own = dict(self._module._buffers)
         if self._buffers is not None:
             self._module._buffers.update(self._buffers)
@@ -89,7 +90,7 @@ class LocalTwin:
         except Exception as error:  # the model's own code may refuse inputs it has never been given
             return {}, f"local error unknown: {type(error).__name__}"
         finally:
-            torch.set_rng_state(saved)
+            saved.restore()
             if self._buffers is not None:
                 self._module._buffers.update(own)
         return dict(named_tensors(output)), None

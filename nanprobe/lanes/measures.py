@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanprobe.formats import NumberFormat
+from nanprobe.lanes.memo import StorageWeakRef
 from nanprobe.lanes.trace import BadDetail, Health, SampleDetail
 from nanprobe.numerics.stats import Difference, TensorStats, format_of, mask_fill, total_difference
 from nanprobe.records import Measure, OutputMeasure
@@ -141,6 +142,7 @@ class MeasureBuilder:
     scale: float = 1.0
     note: str | None = None
     detail: BadDetail | None = None
+    storages: list[StorageWeakRef] = field(default_factory=list)
 
     def add(self, path: str, tensor: torch.Tensor, stats: TensorStats, diff: Difference | None) -> None:
         """Add one tensor's statistics and its difference from the reference's tensor."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["TensorMemo", "version_of"]
+__all__ = ["StorageWeakRef", "TensorMemo", "storage_of", "version_of"]
 
 V = TypeVar("V")
+_weak: Any = StorageWeakRef
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -38,3 +40,9 @@ class TensorMemo(Generic[V]):
         key = tuple(map(id, tensors))
         refs = tuple(weakref.ref(tensor, lambda _: self._kept.pop(key, None)) for tensor in tensors)
         self._kept[key] = (refs, tuple(map(version_of, tensors)), value)
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what identifies a tensor's memory: its ``cdata`` stays its own as long as the reference is held."""
+    reference: StorageWeakRef = _weak(tensor.untyped_storage())
+    return reference

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanprobe.lanes.draws import DRAWS, draw_rounded
 from nanprobe.lanes.lane import Lane
+from nanprobe.lanes.operands import OperandFormats
 from nanprobe.lanes.products import Products, Way
 
 __all__ = ["Observer"]
@@ -26,6 +27,10 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 """Operations whose result is a choice: the name to report, and which of several results holds the indices."""
 
 
+_Plan = tuple[bool, tuple[str, int | None] | None, Way | None, bool]
+"""Of one operation: whether it draws, what it chooses, how its product is run, and whether there is nothing to do."""
+
+
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
     """The dispatch mode of one lane; active in its thread only, in forward and loss.
 
@@ -38,7 +43,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._lane = lane
         self._low = lane.settings.dtype in (torch.float16, torch.bfloat16)
         self.products = Products(lane.settings.dtype or torch.float32, lane.settings.device)
-        self._plans: dict[int, tuple[bool, tuple[str, int | None] | None, Way | None]] = {}
+        self.formats = OperandFormats(lane, lane.settings.arithmetic)
+        self._plans: dict[int, _Plan] = {}
         self._follow = lane.placement.active and lane.settings.mode == "cast"
 
     @classmethod
@@ -49,7 +55,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def needed_in_backward(self) -> bool:
         """Whether code recomputed in backward would run differently without this mode."""
-        return self._follow or self._lane.drawn > 0 or (self._low and self.products.active)
+        return self._follow or self._lane.drawn > 0 or self.formats.active or (self._low and self.products.active)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,9 +68,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         plan = self._plans.get(id(func))
         if plan is None:
             # An operation is a module-level object that is never let go, and its own hash is slow to ask for.
-            plan = self._plans[id(func)] = (func in DRAWS, _CHOICES.get(func), self.products.way_of(func))
-        draws, choice, way = plan
-        result = self._run(func, args, kwargs, draws, way) if self._low else func(*args, **kwargs)
+            plan = self._plans[id(func)] = self._plan(func)
+        draws, choice, way, plain = plan
+        if plain:
+            return func(*args, **kwargs)
+        result = (
+            self._run(func, args, kwargs, draws, way) if self._low or self.formats.active else func(*args, **kwargs)
+        )
         if choice is not None:
             name, position = choice
             lane.choices.chosen(name, result if position is None else result[position])
@@ -74,15 +84,38 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             lane.placement.follow((args, kwargs), result)
         return result
 
+    def _plan(self, func: Any) -> _Plan:
+        """Look up what is to be done at an operation; most are run as they are, and there are many of them."""
+        draws, choice, way = func in DRAWS, _CHOICES.get(func), self.products.way_of(func)
+        looked_at = self._follow or self.formats.active or func is aten._to_copy.default
+        special = draws or choice is not None or way is not None or self.products.lacks(func)
+        return draws, choice, way, not (looked_at or special)
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool, way: Way | None) -> Any:
         if draws:
             drew, result = draw_rounded(func, args, kwargs)
             if drew:
-                self._lane.drawn += self._lane.observing
+                self._lane.drawn += not self._lane.in_twin
                 return result
-        if self.products.active:
+        if self.formats.active:
+            result = self.formats.run(func, args, kwargs)
+            if result is NotImplemented:
+                result = self._plain(func, args, kwargs, way)
+            if func is aten._to_copy.default:
+                self.formats.cast(args[0], result)
+            self.formats.after(func, result)
+            return result
+        return self._plain(func, args, kwargs, way)
+
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way | None) -> Any:
+        if self._low and self.products.active:
             return self.products.run(func, way, args, kwargs, counting=self._lane.observing)
         return func(*args, **kwargs)
+
+    def emulated(self) -> dict[str, dict[str, int]]:
+        """Return, by what was done, how often each operation was run in another way than PyTorch would have."""
+        both = (self.products.emulated, self.formats.emulated)
+        return {why: dict(counts) for counters in both for why, counts in counters.items()}
 
 
 def _becomes_integer(source: Any, dtype: torch.dtype | None) -> bool:

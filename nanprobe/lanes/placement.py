@@ -32,6 +32,15 @@ class Placement:
         self._dtype = dtype
         self._device = device
         self._inside = 0
+        self._nodes: list[tuple[int, int]] = []
+
+    @property
+    def exempt(self) -> bool:
+        """Whether what runs now is a kept module's, in forward or backward: its products are FP32 and nothing less."""
+        if self._inside or not self._nodes:
+            return self._inside > 0
+        node = torch._C._current_autograd_node()
+        return node is not None and any(first <= node._sequence_nr() < stop for first, stop in self._nodes)
 
     def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that the module is to be called with."""
@@ -53,11 +62,13 @@ class Placement:
             yield
             return
         self._inside += 1
+        first = torch._C._autograd._get_sequence_nr()
         try:
             with torch.autocast(self._device.type, enabled=False):
                 yield
         finally:
             self._inside -= 1
+            self._nodes.append((first, torch._C._autograd._get_sequence_nr()))
 
     def leave(self, path: str, output: Any) -> None:
         """Mark what a kept module hands on."""

@@ -15,7 +15,7 @@ import torch
 
 from nanprobe.inputs.rng import RandomState
 
-__all__ = ["ProcessState", "read_flags", "reference_flags"]
+__all__ = ["ProcessState", "low_flags", "read_flags", "reference_flags"]
 
 
 Flag = tuple[Callable[[], Any], Callable[[Any], None]]
@@ -78,6 +78,17 @@ def reference_flags() -> dict[str, Any]:
         "fp16_reduced_precision_reduction": False,
         "bf16_reduced_precision_reduction": False,
     }
+
+
+def low_flags(*, tf32: bool | None, reduced_precision_reduction: bool | None) -> dict[str, Any]:
+    """Return the settings of a low-precision lane; what is None stays as the caller has it."""
+    flags: dict[str, Any] = {}
+    if tf32 is not None:
+        flags |= {"float32_matmul_precision": "high" if tf32 else "highest", "cudnn_allow_tf32": tf32}
+    if reduced_precision_reduction is not None:
+        flags["fp16_reduced_precision_reduction"] = reduced_precision_reduction
+        flags["bf16_reduced_precision_reduction"] = reduced_precision_reduction
+    return flags
 
 
 class ProcessState:

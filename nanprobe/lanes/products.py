@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LACKING", "PRODUCTS", "Products", "Way", "runs_natively"]
+__all__ = ["LACKING", "PRODUCTS", "Products", "Way", "operation_name", "runs_natively"]
 
 LACKING = "operations without a half kernel on this CPU, run in FP32 and rounded once"
 PRODUCTS = "half products summed in FP32 and rounded once"
@@ -128,7 +128,7 @@ class Products:
                 if way is _rounded:
                     return self._rounded(func, dtype, args, kwargs)
                 return way(func, dtype, args, kwargs)
-        if not self._lacks(func):
+        if not self.lacks(func):
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
@@ -168,7 +168,8 @@ class Products:
             held = self._scratch[slot] = torch.empty(elements, dtype=torch.float32)
         return held[:elements]
 
-    def _lacks(self, func: Any) -> bool:
+    def lacks(self, func: Any) -> bool:
+        """Whether an operation may have no half kernel on a CPU though a GPU has one."""
         lacks = self._lacking.get(id(func))
         if lacks is None:
             lacks = self._lacking[id(func)] = func._schema.name.removeprefix("aten::") in _ONLY_ON_A_GPU
@@ -178,8 +179,13 @@ class Products:
         counter = self.emulated.get(why)
         if counter is None:
             counter = self.emulated[why] = Counter()
-        name = func._schema.name.removeprefix("aten::").removeprefix("_")
-        counter[name.replace("scaled_dot_product_flash_attention_for_cpu", "attention")] += 1
+        counter[operation_name(func)] += 1
+
+
+def operation_name(func: Any) -> str:
+    """Return an operation's name as reports count it: without namespace, overload and leading underscore."""
+    name = str(func._schema.name).removeprefix("aten::").removeprefix("_")
+    return name.replace("scaled_dot_product_flash_attention_for_cpu", "attention")
 
 
 def _ways() -> Iterator[tuple[Any, Way]]:

@@ -20,11 +20,12 @@ from torch import nn
 
 from nanprobe.errors import NanprobeError
 from nanprobe.inputs.rng import RandomState, seed_all
+from nanprobe.lanes.arithmetic import has_tf32
 from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
-from nanprobe.lanes.process_state import ProcessState, reference_flags
+from nanprobe.lanes.process_state import ProcessState, low_flags, reference_flags
 from nanprobe.lanes.scales import window_of
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.step_facts import ScaleWindow
@@ -63,6 +64,10 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     try:
         # What the caller is in the middle of is not for lanes; this thread copies models, and runs some lanes itself.
         stack.enter_context(torch.inference_mode(False))
+        if spec.device.type == "cuda":
+            # Lanes run on the default stream, whichever stream the caller's work is on.
+            torch.cuda.synchronize(spec.device)
+            stack.callback(torch.cuda.synchronize, spec.device)
         for device in {"cpu", spec.device.type}:
             stack.enter_context(torch.autocast(device, enabled=False))
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
@@ -84,17 +89,35 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
 
 def _start(spec: ReplaySpec) -> RandomState:
     """Return the random state that every lane starts from; this changes the present one."""
-    if spec.random is not None:
-        return spec.random
     seed_all(spec.seed)
-    return RandomState.capture()
+    seeded, given = RandomState.capture(), spec.random
+    if given is None:
+        return seeded
+    # What the bundle does not hold must be the same in every lane all the same.
+    return RandomState(
+        torch=given.torch if given.torch is not None else seeded.torch,
+        cuda=(*given.cuda, *seeded.cuda[len(given.cuda) :]),
+        python=given.python if given.python is not None else seeded.python,
+        numpy=given.numpy if given.numpy is not None else seeded.numpy,
+    )
 
 
-def _lane_state(start: RandomState, outer: ProcessState, *, is_reference: bool, everything: bool) -> ProcessState:
-    flags = {**outer.flags, **(reference_flags() if is_reference else {})}
+def _lane_state(
+    start: RandomState, outer: ProcessState, run: LaneRun, *, is_reference: bool, everything: bool
+) -> ProcessState:
+    flags = {**outer.flags, **(reference_flags() if is_reference else _flags_of(run))}
     known = {name: value for name, value in flags.items() if name in outer.flags}
     random = start if everything else replace(start, python=None, numpy=None)
     return ProcessState(random, known, everything=everything)
+
+
+def _flags_of(run: LaneRun) -> dict[str, bool | str]:
+    """Return the flags of a low-precision lane. TF32 that is emulated needs FP32 products to be FP32."""
+    spec = run.spec
+    tf32 = True if run.precision == "tf32" else spec.tf32
+    if tf32 is not None:
+        tf32 = tf32 and has_tf32(spec.device)
+    return low_flags(tf32=tf32, reduced_precision_reduction=spec.reduced_precision_reduction)
 
 
 def replay_lanes(spec: ReplaySpec) -> Trace:
@@ -124,7 +147,7 @@ def _replay(spec: ReplaySpec, *, everything: bool) -> tuple[Trace, bool]:
                 LaneThread(
                     run.precision,
                     _in_lane(run, torch.get_num_threads()),
-                    _lane_state(start, outer, is_reference=run.is_reference, everything=everything),
+                    _lane_state(start, outer, run, is_reference=run.is_reference, everything=everything),
                 )
                 for run in runs
             ]
@@ -185,7 +208,7 @@ def _alone(spec: ReplaySpec, precision: str, act: Callable[[LaneRun], T]) -> T:
     with _put_back(spec) as outer:
         run = LaneRun(spec, precision, None, is_reference=is_reference)
         try:
-            _lane_state(_start(spec), outer, is_reference=is_reference, everything=True).install()
+            _lane_state(_start(spec), outer, run, is_reference=is_reference, everything=True).install()
             return contextvars.copy_context().run(act, run)
         finally:
             run.lane.detach()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanprobe.errors import IncompleteError, UsageError
-from nanprobe.formats import by_name
+from nanprobe.formats import carrier_of
 from nanprobe.inputs.rng import RandomState
 from nanprobe.lanes.lane_model import Weights
 from nanprobe.lanes.step import StepSpec
@@ -64,9 +64,10 @@ class LaneFailure(IncompleteError):
 class ReplaySpec:
     """What to replay. ``precisions`` are the low ones; ``reference`` is "fp32" (or "fp64" to judge FP32 itself).
 
-    ``loss_scales`` gives the scale of each low precision; ``random`` is the random state that every lane starts from
-    (None: the seed's). ``step`` is what is done with the gradients, None for nothing. ``weights`` maps the checkpoint
-    afresh, so that lanes need not copy weights that live in a file.
+    ``tf32``, ``reduced_precision_reduction`` and ``flush_subnormals`` are of the low precisions; None leaves it to the
+    device's own flags. ``loss_scales`` gives the scale of each low precision; ``random`` is the random state that every
+    lane starts from (None: the seed's). ``step`` is what is done with the gradients, None for nothing. ``weights`` maps
+    the checkpoint afresh, so that lanes need not copy weights that live in a file.
     """
 
     model: nn.Module
@@ -78,6 +79,10 @@ class ReplaySpec:
     mode: str = "autocast"
     autocast_policy: str = "cuda"
     attention: str = "fused"
+    fp8_scaling: str = "tensor"
+    tf32: bool | None = None
+    reduced_precision_reduction: bool | None = None
+    flush_subnormals: bool = False
     train: bool = False
     backward: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -99,8 +104,8 @@ class ReplaySpec:
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """Return PyTorch's dtype of a precision's name; UsageError for one that has none."""
-    name = by_name(precision).dtype
+    """Return PyTorch's dtype of the tensors in a lane of that precision; UsageError for one that has none."""
+    name = carrier_of(precision).dtype
     if name is None:
         raise UsageError(f"{precision} cannot be replayed: PyTorch has no such dtype")
     dtype = getattr(torch, name)

@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "Raised",
     "SampleDetail",
+    "SaturationFact",
     "Trace",
     "VisitFact",
 ]
@@ -216,6 +217,32 @@ class DriftFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaturationFact:
+    """An operand of a product with finite values beyond the format that it was quantised to: they saturated.
+
+    ``operand`` is "input", "weight" or "gradient"; ``count`` of its ``elements`` are beyond ``format``, and ``absmax``
+    is the largest magnitude among them. ``lost`` is what saturation cuts off, relative to the operand (2-norms).
+    ``module`` is None outside the model; in backward it is where the forward
+    product ran. ``time`` is the lane's clock.
+    """
+
+    phase: str
+    module: str | None
+    visit: int | None
+    class_: str | None
+    op: str
+    operand: str
+    format: str
+    count: int
+    elements: int
+    index: tuple[int, ...] | None
+    samples: tuple[int, ...] | None
+    absmax: float
+    lost: float
+    time: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception that ended a lane: type and message in one line, and the innermost module that was running."""
 
@@ -265,6 +292,7 @@ class LaneTrace:
     step: StepFact | None = None
     scale_window: ScaleWindow | None = None
     notes: tuple[str, ...] = ()
+    saturated: tuple[SaturationFact, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

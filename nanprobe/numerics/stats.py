@@ -165,6 +165,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if values.dtype.itemsize == 1:
         values = values.to(torch.float32)
     low, high = torch.aminmax(values)
+    if values.device.type != "cpu":
+        return bool(torch.isfinite(torch.stack((low, high))).all())
     return math.isfinite(float(high)) and math.isfinite(float(low))
 
 
@@ -176,7 +178,7 @@ def measure(tensor: torch.Tensor) -> TensorStats:
     values = plain_values(tensor)
     tiny = _tiny(tensor.dtype)
     if values.device.type != "cpu":
-        return _stats(tensor, values, _summarise_on_device(values, tiny))
+        return _stats(tensor, values, _on_device(values, tiny, None, 1.0)[0])
     parts = [kernels.summarise(array, tiny)[0] for array, _ in _pieces(values)]
     return _stats(tensor, values, _joined(parts))
 
@@ -187,7 +189,11 @@ def measure_against(
     """Do :func:`measure` and :func:`difference` in one pass where that is possible."""
     values, exact = plain_values(tensor), plain_values(reference)
     on_cpu = values.device.type == "cpu" and exact.device.type == "cpu"
-    if not on_cpu or not _same_shape(tensor, reference) or values.numel() != exact.numel():
+    comparable = _same_shape(tensor, reference) and values.numel() == exact.numel()
+    if comparable and not on_cpu and values.device == exact.device:
+        summary, distance = _on_device(values, _tiny(tensor.dtype), exact, 1.0 / scale)
+        return _stats(tensor, values, summary), _judge(tensor, reference, values, exact, distance, scale)
+    if not on_cpu or not comparable:
         return measure(tensor), difference(tensor, reference, scale=scale)
     tiny, other = _tiny(tensor.dtype), _array(exact)
     parts = [
@@ -236,10 +242,12 @@ def _stats(tensor: torch.Tensor, values: torch.Tensor, summary: kernels.Summary)
     )
 
 
-def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
+def _on_device(
+    values: torch.Tensor, tiny: float, reference: torch.Tensor | None, factor: float
+) -> tuple[kernels.Summary, kernels.Distance]:
     """Do what :func:`nanprobe.numerics.kernels.summarise` does on another device; the scalars travel together."""
     if values.numel() == 0:
-        return kernels.Summary()
+        return kernels.Summary(), kernels.Distance(0.0, 0.0)
     integers = values.dtype in (torch.int32, torch.int64)
     wide = values.to(torch.float64 if integers or values.dtype is torch.float64 else torch.float32)
     finite = torch.isfinite(wide)
@@ -261,8 +269,16 @@ def _summarise_on_device(values: torch.Tensor, tiny: float) -> kernels.Summary:
             safe.square().sum(),
         ]
     )
-    nan, posinf, neginf, zero, subnormal, low, high, total, squares = torch.cat([counts, extremes]).tolist()
-    return kernels.Summary(int(nan), int(posinf), int(neginf), int(zero), int(subnormal), low, high, total, squares)
+    parts = [counts, extremes]
+    if reference is not None:
+        exact = reference.to(torch.float64)
+        error = wide.to(torch.float64) * factor - exact
+        flushed = ((wide == 0) & (exact != 0)).sum().to(torch.float64)
+        parts.append(torch.stack([error.square().sum(), exact.square().sum(), flushed]))
+    nan, posinf, neginf, zero, subnormal, low, high, total, squares, *rest = torch.cat(parts).tolist()
+    distance = kernels.Distance(rest[0], rest[1], int(rest[2])) if rest else kernels.Distance(math.nan, math.nan)
+    summary = kernels.Summary(int(nan), int(posinf), int(neginf), int(zero), int(subnormal), low, high, total, squares)
+    return summary, distance
 
 
 @functools.cache
@@ -300,7 +316,7 @@ def difference(tensor: torch.Tensor, reference: torch.Tensor, *, scale: float = 
     if values.numel() != exact.numel():
         return None
     if values.device.type != "cpu":
-        distance = kernels.Distance(math.nan, math.nan)
+        distance = _on_device(values, _tiny(tensor.dtype), exact.to(values.device), 1.0 / scale)[1]
     else:
         other = _array(exact)
         parts = [kernels.compare(array, other[where], factor=1.0 / scale) for array, where in _pieces(values)]

@@ -13,18 +13,20 @@ from nanprobe.diagnose.findings import apply_ignores, findings
 from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
 from nanprobe.diagnose.noise import not_deterministic, unsettled, without_noise, worth_repeating
 from nanprobe.diagnose.operation import diverging_place, needs_earlier, places_to_trace, with_drift, with_operations
+from nanprobe.diagnose.reproduction import not_reproduced
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.step import step_findings, with_step, with_window
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
 from nanprobe.errors import IncompleteError, NanprobeError, UsageError
 from nanprobe.exit_codes import verdict_exit_code
+from nanprobe.formats import carrier_of
 from nanprobe.inputs.call import Call, bind
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.mismatch import explain_forward_error
 from nanprobe.inputs.model import check_values
 from nanprobe.lanes.lane_model import kept_paths
-from nanprobe.lanes.run import find_drift, find_operations, reference_noise
+from nanprobe.lanes.run import find_drift, find_operations, has_compiled_parts, reference_noise
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.lanes.trace import BackwardOrigin
@@ -104,6 +106,10 @@ def run_replay(
         mode=settings.mode,
         autocast_policy=settings.autocast_policy,
         attention=settings.attention,
+        fp8_scaling=settings.fp8_scaling,
+        tf32=settings.tf32,
+        reduced_precision_reduction=settings.reduced_precision_reduction,
+        flush_subnormals=settings.flush_subnormals,
         train=settings.resolved_train(loss_given=subject.loss is not None),
         device=device,
         seed=settings.seed,
@@ -166,14 +172,20 @@ def run_replay(
         timings[f"lane {lane.precision}"] = lane.seconds - lane.measuring_seconds
     timings["compare"] = sum(lane.measuring_seconds for lane in (trace.reference, *trace.lanes.values()))
     timings["total"] = time.perf_counter() - started
+    verdict = worst_verdict(results, reference)
+    circumstances = conditions(spec, settings, trace, tuple(notes))
+    around = {"precisions": low, "device": device.type, "compiled": has_compiled_parts(subject.model)}
+    missed = not_reproduced(subject.original, verdict, {**circumstances, **around})
+    if missed is not None:
+        found = (*found, *apply_ignores((missed,), settings.ignore))
     report = ReplayReport(
         tool=Tool(version=__version__),
         command=command,
         exit_code=0,
-        verdict=worst_verdict(results, reference),
+        verdict=verdict,
         subject=subject.described,
         environment=environment(device),
-        conditions=conditions(spec, settings, trace, tuple(notes)),
+        conditions=circumstances,
         precisions=results,
         reference=reference,
         first_bad=worst_first_bad(results, reference),
@@ -221,7 +233,7 @@ def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _stored(subject: Subject, spec: ReplaySpec, settings: Settings) -> tuple[StoredFault, ...]:
     cast = settings.mode == "cast"
-    formats = tuple(name for name in spec.precisions if name in ("fp16", "bf16")) if cast else ()
+    formats = tuple(carrier_of(name).name for name in spec.precisions if carrier_of(name).bits == 16) if cast else ()
     return stored_faults(
         survey(
             subject.model,

@@ -12,6 +12,7 @@ from torch import nn
 
 from nanprobe.checkpoints import content_digest
 from nanprobe.config import CheckpointSpec, Config, Settings
+from nanprobe.diagnose.reproduction import Original
 from nanprobe.errors import UsageError
 from nanprobe.inputs.batch import load_batch
 from nanprobe.inputs.bundle import Bundle
@@ -34,8 +35,8 @@ class Subject:
     """What is replayed, loaded: the model, the batch as saved, the loss, and what the report says of them.
 
     ``call`` says how the batch becomes arguments. ``weights`` maps the checkpoint afresh; ``random`` is the random
-    state of the original step; ``step`` is what is done with the gradients; ``timings`` are seconds already spent by
-    stage.
+    state of the original step and ``original`` what a bundle says of it; ``step`` is what is done with the gradients.
+    ``timings`` are seconds spent already, by stage.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Subject:
     weights: Weights | None = None
     random: RandomState | None = None
     step: StepSpec | None = None
+    original: Original | None = None
     described: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Subject:
 def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
     """Load what ``config`` names; UsageError when something does not fit or there is no batch."""
     settings = config.settings
-    check_device(settings.device)
+    device = check_device(settings.device)
     if config.batch is None:
         raise UsageError("there is no batch to replay")
     loaded = load_batch(config.batch, trust_pickle=trust_pickle, folder=config.folder)
@@ -84,12 +86,22 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         if result.missing or result.unexpected:
             described["checkpoint"]["missing"] = list(result.missing)
             described["checkpoint"]["unexpected"] = list(result.unexpected)
-    random = None
-    if loaded.bundle is not None and loaded.bundle.rng is not None:
-        random = loaded.bundle.rng
-        unavailable = random.not_restorable()
+    if settings.device != "cpu":
+        model.to(device)  # once, so that lanes share its memory there
+    random, original = None, None
+    bundle = loaded.bundle
+    if bundle is not None:
+        random = bundle.rng
+        unavailable = random.not_restorable() if random is not None else None
         if unavailable is not None:
             notes.append(unavailable)
+        original = Original(
+            reason=bundle.reason,
+            step=bundle.step,
+            amp=bundle.amp,
+            history=bundle.history,
+            random_restored=random is not None and unavailable is None,
+        )
     step, note = step_of(settings, model, folder=config.folder, bundle=loaded.bundle, checkpoint=spec)
     if note is not None:
         notes.append(note)
@@ -101,6 +113,7 @@ def load_subject(config: Config, *, trust_pickle: bool) -> Subject:
         weights=weights,
         random=random,
         step=step,
+        original=original,
         described=described,
         notes=tuple(notes),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanprobe.formats import by_name
+from nanprobe.formats import by_name, carrier_of
 from nanprobe.records import Measure, ReplayReport, VisitRow
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
@@ -151,7 +151,7 @@ def _has_headroom(report: ReplayReport, name: str, layout: Layout) -> bool:
     if layout.headroom == "all":
         return True
     try:
-        wide_range = by_name(name).exponent_bits >= by_name("fp32").exponent_bits
+        wide_range = carrier_of(name).exponent_bits >= by_name("fp32").exponent_bits
     except KeyError:
         return True
     rooms = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanprobe.formats import FORMATS
 from nanprobe.records import Divergence, Finding, FirstBad, Measure, PrecisionResult, ReplayReport, VisitRow
 from nanprobe.render import numbers
 
@@ -22,6 +23,7 @@ __all__ = [
     "leaving",
     "path_of",
     "row_of",
+    "saturates",
     "spoken",
     "visits",
     "worst_at_fault",
@@ -30,6 +32,10 @@ __all__ = [
 
 STORED = ("input", "parameter", "buffer")
 """The phases before the first operation: what is bad there was so in every precision, or became so by a cast."""
+
+
+_SATURATING = tuple(fmt.max for fmt in FORMATS if fmt.bits == 8)
+"""Limits of the formats whose conversions saturate."""
 
 
 def spoken(report: ReplayReport, precision: str) -> str:
@@ -103,11 +109,18 @@ class BadCounts:
         return self.total > 0 and not self.nan
 
 
+def saturates(bad: FirstBad) -> bool:
+    """Whether ``bad`` is of finite values that an 8-bit format cut off; its limit is then that format's."""
+    return bad.mechanism == "overflow" and bad.limit in _SATURATING
+
+
 def bad_counts(report: ReplayReport, bad: FirstBad) -> BadCounts:
     """Return the kinds behind ``bad.count``: from the finding that describes it, the row it names, or its mechanism.
 
     Only numbers that add up to ``bad.count`` are used: a row sums all of a visit's tensors, the origin may be one.
     """
+    if saturates(bad):
+        return BadCounts()
     row = row_of(report, bad)
     measured = leaving(report, bad) or (row.precisions.get(bad.precision) if row else None)
     sources: list[Mapping[str, Any]] = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nanprobe.records import Divergence, FirstBad, PrecisionResult, ReplayReport
 from nanprobe.render import numbers
 from nanprobe.render.ink import Ink
-from nanprobe.render.lookup import STORED, BadCounts, bad_counts, beyond, candidates, row_of, spoken, visits
+from nanprobe.render.lookup import STORED, BadCounts, bad_counts, beyond, candidates, row_of, saturates, spoken, visits
 from nanprobe.render.names import visit_name
 
 __all__ = ["PrecisionLine", "between_words", "headline", "joined", "precision_lines", "reasons"]
@@ -191,6 +191,8 @@ def _source(report: ReplayReport, bad: FirstBad, ink: Ink) -> str:
 
 def _kinds_of(report: ReplayReport, bad: FirstBad) -> str:
     """Return how many bad elements of which kind an origin holds: "37 NaN", "37 NaN or Inf"."""
+    if saturates(bad):
+        return f"{bad.count:,} values beyond {numbers.magnitude(bad.limit)}"
     counts = bad_counts(report, bad)
     return numbers.kinds(counts.nan, counts.posinf, counts.neginf) or (
         f"{bad.count:,} NaN or Inf" if bad.count else "NaN or Inf"
@@ -353,7 +355,7 @@ def _amount(report: ReplayReport, bad: FirstBad, counts: BadCounts) -> str:
         text = f": the loss is {counts.words('or')}"
     else:
         are = "is" if bad.count == 1 else "are"
-        kind = counts.words("or") if counts.total else "NaN or Inf"
+        kind = counts.words("or") if counts.total else "beyond it" if saturates(bad) else "NaN or Inf"
         text = f": {numbers.of(bad.count, bad.elements)} {are} {kind}"
     notes = []
     if bad.reference_absmax is not None and bad.precision != report.reference:

@@ -24,7 +24,7 @@ class Unfinished(nn.Module):
         ({"dtype": "fp17"}, r"^dtype: no such precision 'fp17'; did you mean"),
         ({"dtype": torch.int8}, r"^dtype: no such precision 'torch.int8'"),
         ({"dtype": torch.float64}, r"^dtype: no such precision 'torch.float64'"),
-        ({"dtype": "fp8-e4m3"}, r"^dtype: no such precision 'fp8-e4m3'"),
+        ({"dtype": "int8"}, r"^dtype: no such precision 'int8'; there are `fp32`, `fp16`, .*`fp8-e4m3`, `fp8-e5m2`$"),
         ({"dtype": None}, r"^dtype: "),
         ({"dtype": 16}, r"^dtype: "),
         ({"model": lambda x: x}, r"^model: expected a torch.nn.Module, got a function"),

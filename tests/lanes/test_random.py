@@ -222,3 +222,35 @@ def test_the_reference_is_what_the_model_gives_by_itself_with_that_seed() -> Non
     report = nanprobe.compare_precisions(model, x, loss=mean_square, seed=9)
     torch.manual_seed(9)
     assert report.precisions["fp32"].loss == pytest.approx(mean_square(model(x), x).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_a_lane_that_is_run_again_for_its_operations_draws_the_same(mode: str) -> None:
+    drawn: dict[str, list[Tensor]] = {}
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.lin(x)
+            noise = torch.randn_like(hidden)
+            drawn.setdefault(str(hidden.dtype), []).append(noise.detach().clone())
+            return self.drop((hidden + noise).half() * 1e5 if hidden.dtype is torch.float16 else hidden + noise)
+
+    report = nanprobe.replay(Noisy(), torch.randn(4, 8), dtype="fp16", mode=mode, loss=mean_square)
+    assert report.first_bad is not None
+    assert report.first_bad.op == "aten.mul", "the operation was not looked for"
+    assert len(drawn["torch.float16"]) >= 2
+    for other in drawn["torch.float16"][1:]:
+        assert torch.equal(drawn["torch.float16"][0], other)
+    assert torch.equal(drawn["torch.float16"][0], drawn["torch.float32"][0].half())
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "fp8-e4m3", "fp8-e5m2"])
+def test_emulated_lanes_draw_the_same(dtype: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    report = nanprobe.replay(model, torch.randn(16, 8), dtype=dtype, loss=mean_square)
+    assert measure(report, "1", dtype).zero == measure(report, "1", "fp32").zero
+    assert rules(report) == []
