@@ -40,7 +40,7 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
         divergence = diagnosis.divergence
         told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
         if divergence is not None and not explained and not told:
-            found.append(_divergence_finding(divergence, after_flip=diagnosis.after_flip))
+            found.append(_divergence_finding(divergence, diagnosis.evidence, after_flip=diagnosis.after_flip))
         found.extend(_flips(lane))
         found.extend(_quiet_warnings(lane))
         if underflow is not None:
@@ -135,6 +135,8 @@ def _origin_finding(fault: Traced) -> Finding:
             "reference_absmax": origin.reference_absmax,
             "limit": origin.limit,
             "absorbed_by": origin.absorbed_by,
+            "absorbed_op": origin.absorbed_op,
+            "backward_op": origin.backward_op,
             "between": list(origin.between) if origin.between is not None else None,
             "precision_related": origin.precision_related,
         },
@@ -142,7 +144,7 @@ def _origin_finding(fault: Traced) -> Finding:
     )
 
 
-def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
+def _divergence_finding(divergence: Divergence, evidence: Mapping[str, Any], *, after_flip: bool) -> Finding:
     """Return the finding of a divergence; a flipped choice or gradients that underflow explain it, and only warn."""
     place = divergence.module if divergence.module is not None else "outside the model"
     mechanism = "routing-flip" if after_flip else divergence.mechanism
@@ -166,6 +168,8 @@ def _divergence_finding(divergence: Divergence, *, after_flip: bool) -> Finding:
             "local_error": divergence.local_error,
             "tolerance": divergence.tolerance,
             "between": list(divergence.between) if divergence.between is not None else None,
+            "parameter": divergence.parameter,
+            **evidence,
         },
         remedies=_for_divergence(divergence) if mechanism not in ("routing-flip", "gradient-underflow") else (),
     )
