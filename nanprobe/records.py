@@ -217,9 +217,9 @@ class FirstBad:
 class Divergence:
     """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm).
 
-    ``parameter`` is the parameter, the buffer or the path of the batch field whose rounding it comes from. ``op`` is the
-    operation that lost the digits and ``module`` where that ran; ``seen_in`` is the module in which the error is beyond
-    the tolerance first, where that is another one.
+    ``parameter`` is the parameter, the buffer or the path of the batch field whose rounding it comes from. ``op`` is
+    the operation that lost the digits and ``module`` where that ran; ``seen_in`` is the module in which the error is
+    beyond the tolerance first, where that is another one.
     """
 
     precision: str

@@ -5,8 +5,8 @@ came with its operands, it goes on to the one that brought most of it: by absolu
 side by side, by relative error where they are multiplied or taken through a function. It ends where the error is the
 operation's own.
 
-Three things can be on the way. An *amplifier* is an operation whose result is relatively much worse than its operands: a
-difference of nearly equal values, a cosine of a large angle. Errors may also just add up, operation after operation,
+Other things can be on the way. An *amplifier* is an operation whose result is relatively much worse than its operands:
+a difference of nearly equal values, a cosine of a large angle. Errors may also just add up, operation after operation,
 until together they are beyond the tolerance; then no single operation is to blame, and none is named, unless they met
 an amplifier. A running sum whose terms are lost one after the other adds up as well, and each of its terms shows it.
 """
@@ -23,10 +23,11 @@ from nanprobe.lanes.trace import IN_LOSS, OperationRecord, Operations
 
 __all__ = ["Drift", "drift_of"]
 
-OWN_SHARE = 0.4
+OWN_SHARE = 0.25
 """Share of a result's error that must be the operation's own for the walk to end there.
 
-Three roundings of one size add up to 1.7 of one, so that the last of three still counts as one's own."""
+Four roundings of one size add up to two of them, so that one of four still counts. Of several operations that rounded
+alike the last is named: better operands alone would not help it."""
 
 AMPLIFIED = 4.0
 """Ratio of a result's relative error to its operand's from which an operation counts as an amplifier."""
@@ -38,8 +39,10 @@ LOST_SHARE = 0.25
 """Share of the smaller operand that a sum must lack for it to count as absorbed: a tie loses half, and rounding of a
 healthy sum a hundredth."""
 
-_ADDING = ("add", "sub", "rsub", "cat", "stack", "where", "copy", "index_put", "scatter", "masked_fill", "sum", "mean",
-    "slice_backward", "select_backward", "embedding", "index", "gather", "cumsum", "clamp", "maximum", "minimum")  # fmt: skip
+_ADDING = (
+    *("add", "sub", "rsub", "cat", "stack", "where", "copy", "index_put", "scatter", "masked_fill", "sum", "mean"),
+    *("slice_backward", "select_backward", "embedding", "index", "gather", "cumsum", "clamp", "maximum", "minimum"),
+)
 """Operations that hand on the absolute error of their operands; the others multiply or bend it."""
 
 _DIFFERENCES = ("add", "sub", "rsub", "sum", "mean")
@@ -90,9 +93,7 @@ def drift_of(operations: Operations, phase: str, place: tuple[str, int] | None, 
     does what FP64 would on the same way, and it is the way that differs from the reference's.
     """
     records = operations.records
-    beyond = [
-        r for r in records if _is_there(r, phase, place) and r.rel_error is not None and r.rel_error > tolerance
-    ]
+    beyond = [r for r in records if _is_there(r, phase, place) and r.rel_error is not None and r.rel_error > tolerance]
     if not beyond:
         return None
     start = beyond[0] if phase == "backward" else beyond[-1]
@@ -124,7 +125,7 @@ def _is_there(record: OperationRecord, phase: str, place: tuple[str, int] | None
 def _walk(
     records: Sequence[OperationRecord], start: OperationRecord
 ) -> tuple[list[OperationRecord], list[tuple[OperationRecord, float]], bool]:
-    """Return the walk from ``start``, the amplifiers on it with their ratios, and whether it ends at unknown operands."""
+    """Return the walk from ``start``, the amplifiers on it with their ratios, and whether its end is not known."""
     path = [start]
     amplifiers: list[tuple[OperationRecord, float]] = []
     while True:

@@ -175,11 +175,26 @@ def _divergence_finding(divergence: Divergence, evidence: Mapping[str, Any], *, 
     )
 
 
+_ADVICE: Mapping[str, tuple[str, str]] = {
+    "absorption": ("rewrite", "Sum in FP32, and convert the total afterwards"),
+    "cancellation": ("rewrite", "Take the difference before rounding: in FP32, or in a form that does not subtract"),
+    "underflow": ("rewrite", "Scale the operands up before the product, or compute it in FP32"),
+    "unrepresentable-constant": ("rewrite", "Keep the number in FP32, or choose one that the format holds"),
+}
+"""What usually helps against a silent mechanism: the kind of remedy and its text."""
+
+
 def _for_divergence(divergence: Divergence) -> tuple[Remedy, ...]:
     if divergence.module is None or divergence.phase != "forward":
         return ()
-    text = f'Keep {divergence.module or "the model"} in FP32 (keep_fp32: ["{divergence.module}"])'
-    return (Remedy(kind="keep-fp32", modules=(divergence.module,), text=text),)
+    advice = _ADVICE.get(divergence.mechanism or "")
+    offered = [Remedy(kind=advice[0], text=advice[1])] if advice is not None and divergence.op is not None else []
+    modules = (divergence.module,) if divergence.seen_in is None else (divergence.module, divergence.seen_in)
+    named = " and ".join(module or "the model" for module in modules)
+    between = "" if divergence.seen_in is None else ", and what lies between them,"
+    listed = ", ".join(f'"{module}"' for module in modules)
+    text = f"Keep {named}{between} in FP32 (keep_fp32: [{listed}])"
+    return (Remedy(kind="keep-fp32", modules=modules, text=text), *offered)
 
 
 def _flips(lane: LaneTrace) -> list[Finding]:

@@ -95,6 +95,7 @@ def with_drift(diagnosis: LaneDiagnosis, drift: Drift | None) -> LaneDiagnosis:
         named = dataclasses.replace(divergence, explanation=explained)
         return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
     mechanism = drift.mechanism or divergence.mechanism
+    where = divergence.module or "the model itself"
     named = dataclasses.replace(
         divergence, op=origin.op or None, backward_op=origin.backward_op, mechanism=mechanism, explanation=explained
     )
@@ -108,7 +109,8 @@ def with_drift(diagnosis: LaneDiagnosis, drift: Drift | None) -> LaneDiagnosis:
             class_=origin.class_,
             between=None,
             local_error=origin.local_error,
-            seen_in=seen.module if seen.module is not None else divergence.module,
+            seen_in=seen.module if seen.module not in (None, origin.module) else divergence.module,
+            explanation=f"It shows in {where}: {explained[:1].lower()}{explained[1:]}",
         )
     return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
 
@@ -122,9 +124,8 @@ def _drift_sentence(drift: Drift) -> str:
             f"{seen.rel_error or 0.0:.3g}."
         )
     if origin.parameter is not None:
-        return (
-            f"It comes from {origin.phase} {origin.parameter}, which the cast rounds by {origin.local_error or 0.0:.3g}."
-        )
+        rounded = origin.local_error or 0.0
+        return f"It comes from {origin.phase} {origin.parameter}, which the cast rounds by {rounded:.3g}."
     text = f"It comes from {evidence['operation']}"
     if origin is not seen:
         text += f", whose rounding {evidence['seen_in']} turns into a relative error of {seen.rel_error or 0.0:.3g}"
@@ -201,9 +202,23 @@ def _moved(bad: FirstBad, earlier: OperationFact) -> FirstBad:
 
 
 def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
-    if origin is None or origin.op is None:
+    if origin is None:
         return bad
+    kernel = origin.kernel
+    bad = dataclasses.replace(bad, backward_op=origin.backward_op)
+    if kernel is not None:
+        bad = dataclasses.replace(
+            bad,
+            backward_op=kernel.op,
+            input_absmax=kernel.input_absmax,
+            reference_absmax=kernel.exact_absmax,
+            explanation=f"{bad.explanation} {_kernel_sentence(kernel)}",
+        )
     mechanism = bad.mechanism
+    if mechanism is None and kernel is not None and kernel.exact_absmax is not None and bad.precision_related:
+        mechanism = "overflow"
+    if origin.op is None:
+        return _offered(dataclasses.replace(bad, mechanism=mechanism))
     if mechanism is None and origin.op.removeprefix("aten.") in _WITH_DOMAINS:
         mechanism = "domain-error"
     if origin.op == "aten.sqrt" and bad.precision_related and mechanism in (None, "overflow", "domain-error"):
@@ -217,6 +232,16 @@ def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
             f"it, is below {name.smallest_subnormal:.2g}."
         )
     return _offered(dataclasses.replace(bad, op=origin.op, mechanism=mechanism, explanation=text))
+
+
+def _kernel_sentence(kernel: OperationFact) -> str:
+    """Return the kernel that ran, what it was given, and what it gives exactly."""
+    text = f"The kernel that made it is {kernel.op}"
+    if kernel.input_absmax is not None:
+        text += f", on operands up to {shown(kernel.input_absmax)}"
+    if kernel.exact_absmax is not None:
+        return f"{text}; exactly it gives up to {shown(kernel.exact_absmax)}."
+    return f"{text}; FP64 gives no finite result on them either." if kernel.exact_known else f"{text}."
 
 
 def _cast_parameter(bad: FirstBad, fact: OperationFact) -> FirstBad:

@@ -87,14 +87,12 @@ class LaneRun:
 
     def _fit(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the lane's own copy of one batch tensor, in the dtype that the lane's mode asks for."""
-        copy = given = tensor.detach().to(self.spec.device, copy=True)
+        copy = tensor.detach().to(self.spec.device, copy=True)
         if copy.is_floating_point():
             if self._cast_to in (*HALF, torch.float64):
                 copy = copy.to(self._cast_to)
             elif copy.dtype in HALF and not self._autocast:
                 copy = copy.float()
-            if self.lane.operations is not None:
-                self.lane.operations.given(copy, given, "input", "")
         return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
 
     @contextlib.contextmanager
@@ -115,6 +113,9 @@ class LaneRun:
         """Run the model and the loss on the lane's own copy of the batch; return the loss, None when there is none."""
         spec, lane = self.spec, self.lane
         batch = map_tensors(self._fit, spec.batch)
+        if lane.operations is not None:
+            for (name, exact), (_, tensor) in zip(named_tensors(spec.batch), named_tensors(batch), strict=True):
+                lane.operations.given(tensor, exact, "input", name)
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
         lane.thread = threading.get_ident()
         lane.ops_outside = 0
@@ -232,7 +233,8 @@ class LaneRun:
             if origin is None:
                 return None
             ran = (fact for fact in trace.facts if fact.sequence == self.lane.watch.sequence)
-            origin = dataclasses.replace(origin, kernel=next(ran, None))
+            ran_first = trace.kernels.get(self.lane.watch.sequence) if self.lane.watch.sequence is not None else None
+            origin = dataclasses.replace(origin, kernel=next(ran, None), backward_op=ran_first)
             if not is_scaled:
                 return origin
             return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0) and self._good_unscaled(loss))

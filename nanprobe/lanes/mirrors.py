@@ -11,11 +11,12 @@ tensor borrows the tensor itself as its mirror, so that cast weights take no mem
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Mirrors"]
+__all__ = ["Mirrors", "weakly"]
 
 _FIRST_SWEEP = 1 << 20
 """Elements mirrored before the mirrors of storages that are gone are looked for."""
@@ -28,7 +29,7 @@ class _Mirror:
     A borrowed mirror is somebody else's memory: it counts as long as nobody writes to it (``version``).
     """
 
-    storage: StorageWeakRef
+    storage: Any
     dtype: torch.dtype
     values: torch.Tensor
     maker: int | None
@@ -51,9 +52,7 @@ class Mirrors:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the shadow of a strided tensor (same shape, FP64 or the borrowed source's dtype), None without one."""
         mirror = self._find(tensor)
-        if mirror is None:
-            return None
-        return mirror.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _seen_as(mirror, tensor) if mirror is not None else None
 
     def maker(self, tensor: torch.Tensor) -> int | None:
         """Return who wrote to the tensor's storage last, None when it has no mirror."""
@@ -97,7 +96,7 @@ class Mirrors:
             values = known.to(wide, copy=True) if keep else torch.empty_like(known, dtype=wide)
             mirror = self._store(tensor, values, maker)
         mirror.maker = maker
-        return mirror.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _seen_as(mirror, tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Take the tensor's storage as exact from here on."""
@@ -115,16 +114,19 @@ class Mirrors:
         if not _is_plain(tensor):
             return None
         mirror = self._mirrors.get(tensor.untyped_storage()._cdata)
-        if mirror is None or mirror.dtype is not tensor.dtype or not mirror.stands:
+        if mirror is None or not mirror.stands:
             return None
-        return mirror if mirror.values.numel() == _elements(tensor) else None
+        if mirror.dtype is not tensor.dtype and mirror.dtype not in (_parts(tensor.dtype), _whole_of(tensor.dtype)):
+            return None
+        nbytes = mirror.values.numel() * mirror.dtype.itemsize
+        return mirror if nbytes == tensor.untyped_storage().nbytes() else None
 
     def _store(
         self, tensor: torch.Tensor, values: torch.Tensor, maker: int | None, version: int | None = None
     ) -> _Mirror:
         self.forget(tensor)
         storage = tensor.untyped_storage()
-        mirror = _Mirror(StorageWeakRef(storage), tensor.dtype, values, maker, version)
+        mirror = _Mirror(weakly(tensor), tensor.dtype, values, maker, version)
         self._mirrors[storage._cdata] = mirror
         if version is None:
             self._elements += values.numel()
@@ -145,6 +147,15 @@ class Mirrors:
 _WIDE = (torch.float64, torch.complex128)
 
 
+def weakly(tensor: torch.Tensor) -> Any:
+    """Return a weak reference to a tensor's storage, whose ``expired()`` tells whether that is gone.
+
+    As long as the reference lives, no other storage gets the same address.
+    """
+    reference: Any = StorageWeakRef
+    return reference(tensor.untyped_storage())
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of numbers whose shadow can be kept."""
     return (
@@ -157,6 +168,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _elements(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+
+
+def _parts(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of a complex dtype's parts, None for a real one."""
+    return dtype.to_real() if dtype.is_complex else None
+
+
+def _whole_of(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the complex dtype with parts of a real dtype, None for a complex one."""
+    return None if dtype.is_complex or dtype is torch.bfloat16 else dtype.to_complex()
+
+
+def _seen_as(mirror: _Mirror, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a mirror that a tensor covers, complex numbers seen as their parts and the reverse."""
+    values = mirror.values
+    if tensor.dtype.is_complex and not values.is_complex():
+        values = torch.view_as_complex(values.view(-1, 2))
+    elif values.is_complex() and not tensor.dtype.is_complex:
+        values = torch.view_as_real(values).view(-1)
+    return values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _owns(shadow: torch.Tensor) -> bool:

@@ -6,15 +6,15 @@ is its own, the *local* one. Shadows live per storage (see :mod:`nanprobe.lanes.
 in-place operations and ``out=`` write to the mirror as they write to the storage.
 
 Choices follow the lane: integers, booleans and random draws are taken as they came out, so that a shadow takes the same
-branch, the same expert and the same dropout mask. Where an operation has no FP64 kernel its shadow is evaluated in FP32,
-and the trace says so; where it cannot be evaluated again its result counts as exact, and the trace says that too.
+branch, the same expert and the same dropout mask. Where an operation has no FP64 kernel its shadow is evaluated in
+FP32, and the trace says so; where it cannot be evaluated again its result counts as exact, and the trace says that too.
 
 The local error of a result in half precision is taken in FP32: products of halves are exact there, and what the sum
 rounds is four orders of magnitude below what the result rounds. Other results are compared with FP64.
 
 A result that is non-finite and comes of good operands is looked at once more (:mod:`nanprobe.lanes.operations`); that
-needs no shadows, and is done outside the traced stretch as well. A large model is shadowed only between the beginning of
-one visit and the end of another; what enters the stretch counts as exact.
+needs no shadows, and is done outside the traced stretch as well. A large model is shadowed only between the beginning
+of one visit and the end of another; what enters the stretch counts as exact.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanprobe.lanes.backward import NodeWatch, forward_operation
+from nanprobe.lanes.callers import public_function
 from nanprobe.lanes.exact import evaluated, floating, off_the_record
 from nanprobe.lanes.measures import bad_detail
-from nanprobe.lanes.mirrors import Mirrors
+from nanprobe.lanes.mirrors import Mirrors, weakly
 from nanprobe.lanes.operations import look_at
 from nanprobe.lanes.plans import Plan, plan_of
 from nanprobe.lanes.trace import IN_LOSS, OperationFact, OperationRecord, Operations
 from nanprobe.numerics.stats import Difference, difference, is_finite, measure_against
+from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["OperationTrace", "Stretch"]
 
@@ -55,6 +56,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ``phase`` tells what the lane is at ("forward", "loss" or "backward"), ``nodes`` which visit made an autograd node.
     ``parameters`` names parameters by the identity of their tensors. Without ``shadows`` only non-finite values are
     looked at; with a ``stretch`` there are shadows inside it only. ``local_error`` measures local errors as well.
+    ``kernels`` are the first to make something non-finite in each autograd node, by the node's sequence number.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self.facts: list[OperationFact] = []
         self.records: list[OperationRecord] = []
+        self.kernels: dict[int, str] = {}
         self._phase = phase
         self._nodes = nodes
         self._parameters = parameters
@@ -85,7 +88,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._visits: list[tuple[str, int, str]] = []
         self._narrow: set[int] = set()
         self._notes: Counter[str] = Counter()
-        self._tainted: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._tainted: dict[int, tuple[Any, int]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,7 +186,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             plan = self._plans[id(func)] = plan_of(func)
         if plan.passes:
             return func(*args, **kwargs)
-        call = _Call(args, kwargs)
+        call = _Call(args, kwargs, plan.repeats(args, kwargs))
         if plan.writes:
             with off_the_record():
                 self._before_writing(plan, call)
@@ -192,8 +195,19 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             call.outputs, call.result = floating(result), result
         if call.outputs:
             with off_the_record():
-                self._look(func, plan, call)
+                self._look_if_possible(func, plan, call)
         return result
+
+    def _look_if_possible(self, func: Any, plan: Plan, call: _Call) -> None:
+        """Look at an operation; where its tensors cannot be looked into, take its result as exact and say so."""
+        try:
+            self._look(func, plan, call)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            self._notes[f"{plan.name} (could not be looked into: {type(error).__name__})"] += 1
+            for output in call.outputs:
+                self._mirrors.forget(output)
 
     def _before_writing(self, plan: Plan, call: _Call) -> None:
         """Keep what an operation will write over, and get the mirrors ready that it will write to."""
@@ -208,7 +222,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if not self._shadowing:
             return
         call.makers = self._makers(_operands(plan, (args, kwargs)))
-        if plan.again:
+        if call.again:
             for position, output in enumerate(call.outputs):
                 target = self._mirrors.writable(output, len(self.records) + position)
                 call.targets[id(output)] = output.to(torch.float64, copy=True) if target is None else target
@@ -248,7 +262,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Keep a shadow; one that is an operand itself, which was cast, is borrowed."""
         if call.args and shadow is call.args[0] and self._mirrors.borrow(output, shadow, order):
             return
-        self._mirrors.put(output, shadow.detach().to(torch.float64), order)
+        self._mirrors.put(output, _to(shadow.detach(), torch.float64), order)
 
     def _shadows(self, func: Any, plan: Plan, call: _Call) -> tuple[list[torch.Tensor] | None, str | None]:
         """Return what each output would be exactly, and a note; None where the actual values count as exact.
@@ -258,7 +272,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         draw = _WITH_DRAWS.get(func)
         if draw is not None:
             return draw(self._widened(call.args[0]), call), None
-        exact = self._wide(func, plan, call) if plan.again else None
+        exact = self._wide(func, plan, call) if call.again else None
         if exact is not None and [e.shape for e in exact] == [o.shape for o in call.outputs]:
             if id(func) not in self._narrow:
                 return exact, None
@@ -266,9 +280,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return exact, "evaluated in FP32: no FP64 kernel"
         for output in call.outputs:
             self._mirrors.forget(output)
-        if not plan.again and func.namespace == "aten":
+        if not call.again and func.namespace == "aten":
             return None, "drawn at random"
-        why = "could not be evaluated again" if plan.again else "not PyTorch's own, not looked into"
+        why = "could not be evaluated again" if call.again else "not PyTorch's own, not looked into"
         self._notes[f"{plan.name} ({why})"] += 1
         return None, why
 
@@ -278,9 +292,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _wide(self, func: Any, plan: Plan, call: _Call) -> list[torch.Tensor] | None:
         """Evaluate an operation on the shadows of its operands, in FP64 or, without such a kernel, in FP32."""
-        source = call.args[0] if call.args else None
-        if plan.is_cast and not call.makers and _widens(call.outputs[0], source):
-            return [source]
+        if plan.is_cast and not call.makers and _widens(call.outputs[0], call.args[0]):
+            return [call.args[0]]
         mirrors: set[int] = set()
 
         def shadow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -309,7 +322,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _locally(self, func: Any, plan: Plan, call: _Call) -> list[torch.Tensor] | None:
         """Evaluate an operation on its actual operands; None where these are exact, so that the error is its own."""
-        if not self._local_error or not plan.again or all(self.records[maker].error == 0 for maker in call.makers):
+        if not self._local_error or not call.again or all(self.records[maker].error == 0 for maker in call.makers):
             return None
         wide = torch.float32 if call.outputs[0].dtype in _HALF else torch.float64
         copies: dict[int, torch.Tensor] = {}
@@ -393,6 +406,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                     self.facts[origin] = dataclasses.replace(self.facts[origin], absorbed_by=absorbed_by)
             return
         assert place is not None
+        if place["phase"] == "backward" and place["sequence"] is not None:
+            self.kernels.setdefault(place["sequence"], plan.name)
         if len(self.facts) < _MOST_FACTS:
             fact = look_at(func, call.before[0], call.before[1], call.operands, bad)
             if fact is not None:
@@ -401,8 +416,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if origin is not None:
             for output in call.outputs:
                 if output.layout is torch.strided and not is_finite(output):
-                    storage = output.untyped_storage()
-                    self._tainted[storage._cdata] = (StorageWeakRef(storage), origin)
+                    self._tainted[_memory(output)] = (weakly(output), origin)
 
     def _origin_of(self, call: _Call) -> int | None:
         """Return the origin of the non-finite values among the operands, None when there are none."""
@@ -424,6 +438,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return dataclasses.replace(
             fact,
             parameter=parameter,
+            call=public_function(plan.name) if place["phase"] != "backward" else None,
             phase=place["phase"],
             module=place["module"],
             visit=place["visit"],
@@ -440,7 +455,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         todo = [m for m in call.makers if self.records[m].flushed]
         while todo:
             record = self.records[todo[0]]
-            todo = [m for m in record.operands if self.records[m].flushed]
+            # Few zeros before do not explain many after; then it is this operation that made them.
+            todo = [m for m in record.operands if 2 * self.records[m].flushed >= record.flushed]
             if not todo:
                 return record.op or record.parameter
         return None
@@ -448,14 +464,16 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One operation: its arguments, ``before`` it wrote to any of them, and what is known of its operands.
+    """One operation: its arguments, whether it can be evaluated ``again``, and what is known of it.
 
-    ``operands`` are the floating tensors it reads, as they were before; ``makers`` the records that made them.
-    ``outputs`` are its floating results among its ``result``, ``targets`` the mirrors of those that it writes to, by identity.
+    ``before`` are the arguments as they were before it wrote to any of them. ``operands`` are the floating tensors it
+    reads, as they were before; ``makers`` the records that made them. ``outputs`` are the floating results among its
+    ``result``, ``targets`` the mirrors of those that it writes to, by identity.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    again: bool
     before: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     operands: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)

@@ -20,8 +20,10 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "ber
 
 _SUMS = ("add", "add_", "sub", "sub_", "rsub")
 
-_WITH_BOUNDS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "hardtanh", "hardtanh_", "full",
-    "fill", "fill_", "masked_fill", "masked_fill_", "new_full", "full_like", "scalar_tensor", "threshold")  # fmt: skip
+_WITH_BOUNDS = (
+    *("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "hardtanh", "hardtanh_", "threshold"),
+    *("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor"),
+)
 """Operations that turn a number among their arguments into the result's own format."""
 
 
@@ -31,7 +33,7 @@ class Plan:
 
     ``passes``: there is nothing to look at. ``written`` are the positions of the arguments it writes to, ``outs`` the
     names of its ``out=`` arguments; ``reads`` says whether what it writes to is an operand as well. ``again`` says that
-    it can be evaluated once more.
+    it can be evaluated once more. ``dropout`` is the position of the share that attention drops at random.
     """
 
     name: str
@@ -43,11 +45,19 @@ class Plan:
     is_sum: bool
     is_cast: bool
     has_bounds: bool
+    dropout: int | None = None
 
     @property
     def writes(self) -> bool:
         """Whether it writes to any of its arguments."""
         return bool(self.written or self.outs)
+
+    def repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call can be evaluated once more: nothing is drawn, or nothing of what is drawn is dropped."""
+        if self.again or self.dropout is None:
+            return self.again
+        share = args[self.dropout] if len(args) > self.dropout else kwargs.get("dropout_p", 0.0)
+        return bool(share == 0.0)
 
 
 def plan_of(func: Any) -> Plan:
@@ -63,7 +73,9 @@ def plan_of(func: Any) -> Plan:
                 outs.append(argument.name)
             else:
                 written.append(position)
-    is_view = bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    is_view = bool(schema.returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
     return Plan(
         name=name,
         passes=is_view or base in _UNWRITTEN or not (schema.returns or written or outs),
@@ -74,4 +86,5 @@ def plan_of(func: Any) -> Plan:
         is_sum=base in _SUMS,
         is_cast=base == "_to_copy" and torch.Tag.nondeterministic_seeded not in func.tags,
         has_bounds=base in _WITH_BOUNDS,
+        dropout=next((n for n, a in enumerate(schema.arguments) if a.name == "dropout_p"), None),
     )

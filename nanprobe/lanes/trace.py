@@ -156,7 +156,8 @@ class BackwardOrigin:
     ``op`` is the forward operation that the node is the derivative of, None for a function of the model's own.
     ``masked`` says that the incoming gradient is zero wherever the outgoing one is bad. ``fits_unscaled`` tells whether
     all gradients are finite at loss scale 1; None when the scale is 1 already. ``kernel`` is the
-    kernel of the node that made the first bad value of good operands, None when none did.
+    kernel of the node that made the first bad value of good operands, None when none did; ``backward_op`` names the
+    first that made a bad value, whatever its operands.
     """
 
     module: str | None
@@ -169,6 +170,7 @@ class BackwardOrigin:
     masked: bool = False
     fits_unscaled: bool | None = None
     kernel: OperationFact | None = None
+    backward_op: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ from typing import Any
 from nanprobe.config import Config, Settings
 from nanprobe.diagnose.before import StoredFault, stored_faults
 from nanprobe.diagnose.findings import apply_ignores, findings
-from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
+from nanprobe.diagnose.lane import diagnose_lane
 from nanprobe.diagnose.noise import not_deterministic, unsettled, without_noise, worth_repeating
-from nanprobe.diagnose.drift import drift_of
-from nanprobe.diagnose.operation import places_to_trace, with_drift, with_operations
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.tolerances import Tolerances
 from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst_verdict
@@ -23,16 +21,16 @@ from nanprobe.inputs.call import Call, bind
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.mismatch import explain_forward_error
 from nanprobe.lanes.lane_model import kept_paths
-from nanprobe.lanes.run import reference_noise, trace_operations
+from nanprobe.lanes.run import reference_noise
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
-from nanprobe.lanes.trace import BackwardOrigin, Operations
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.pipeline.conditions import conditions, environment
 from nanprobe.pipeline.scaling import decide_backward, with_loss_scale
 from nanprobe.pipeline.subject import Subject, load_subject
+from nanprobe.pipeline.tracing import to_operations
 from nanprobe.progress import SILENT, Progress
-from nanprobe.records import Divergence, ReplayReport, Tool
+from nanprobe.records import ReplayReport, Tool
 from nanprobe.version import __version__
 
 __all__ = ["replay_command", "run_replay"]
@@ -146,10 +144,8 @@ def run_replay(
     if operations:
         began = time.perf_counter()
         lanes = {reference: trace.reference, **trace.lanes}
-        diagnoses = {
-            name: _to_operations(spec, name, diagnosis, lanes[name].backward_origin)
-            for name, diagnosis in diagnoses.items()
-        }
+        diagnoses = {name: to_operations(spec, lanes[name], diagnosis) for name, diagnosis in diagnoses.items()}
+        notes.extend(note for diagnosis in diagnoses.values() for note in diagnosis.notes)
         timings["trace"] = time.perf_counter() - began
     doubts = (not_deterministic(reference, noise),) if noise else ()
     found = apply_ignores((*findings(trace, diagnoses), *doubts), settings.ignore)
@@ -177,27 +173,6 @@ def run_replay(
         coverage=coverage(trace),
     )
     return replace(report, exit_code=verdict_exit_code(report))
-
-
-def _to_operations(
-    spec: ReplaySpec, name: str, diagnosis: LaneDiagnosis, backward: BackwardOrigin | None
-) -> LaneDiagnosis:
-    """Go down from the visits that a diagnosis names to the operations in them, by running the lane again."""
-    divergence = None if diagnosis.after_flip else diagnosis.divergence
-    if divergence is None and not any(places_to_trace(diagnosis)):
-        return with_operations(diagnosis, Operations(), backward=backward)
-    seen = trace_operations(
-        replace(spec, backward=divergence is not None and divergence.phase == "backward"), name
-    )
-    named = with_operations(diagnosis, seen, backward=backward)
-    if divergence is None or divergence.tolerance is None:
-        return named
-    return with_drift(named, drift_of(seen, divergence.phase, _place_of(divergence), divergence.tolerance))
-
-
-def _place_of(divergence: Divergence) -> tuple[str, int] | None:
-    place = divergence.module, divergence.visit
-    return (place[0], place[1]) if place[0] is not None and place[1] is not None else None
 
 
 def _explained(failure: LaneFailure) -> NanprobeError:
