@@ -126,9 +126,11 @@ def _drift_sentence(drift: Drift) -> str:
     if origin.parameter is not None:
         rounded = origin.local_error or 0.0
         return f"It comes from {origin.phase} {origin.parameter}, which the cast rounds by {rounded:.3g}."
-    text = f"It comes from {evidence['operation']}"
+    together = origin.module == seen.module and origin.phase == seen.phase
+    text = f"It comes from {origin.op if together else evidence['operation']}"
     if origin is not seen:
-        text += f", whose rounding {evidence['seen_in']} turns into a relative error of {seen.rel_error or 0.0:.3g}"
+        turned_by = seen.op if together else evidence["seen_in"]
+        text += f", whose rounding {turned_by} turns into a relative error of {seen.rel_error or 0.0:.3g}"
     elif origin.local_error is not None:
         text += f", whose own error on its operands is {origin.local_error:.3g}"
     return f"{text}.{_drift_reason(drift)}"

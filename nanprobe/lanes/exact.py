@@ -50,20 +50,21 @@ def repeatable(func: Any) -> bool:
 def floating(value: Any) -> list[torch.Tensor]:
     """Return the dense real or complex tensors in what an operation takes or returns, in order, repeats included."""
     found: list[torch.Tensor] = []
-
-    def walk(node: Any) -> None:
-        if isinstance(node, torch.Tensor):
-            if (node.dtype.is_floating_point or node.dtype.is_complex) and not (node.is_nested or node.is_meta):
-                found.append(node)
-        elif isinstance(node, (tuple, list)):
-            for child in node:
-                walk(child)
-        elif isinstance(node, dict):
-            for child in node.values():
-                walk(child)
-
-    walk(value)
+    _gather(value, found)
     return found
+
+
+def _gather(node: Any, found: list[torch.Tensor]) -> None:
+    # A function that calls itself is a cycle of references when it is a closure, and would keep tensors alive.
+    if isinstance(node, torch.Tensor):
+        if (node.dtype.is_floating_point or node.dtype.is_complex) and not (node.is_nested or node.is_meta):
+            found.append(node)
+    elif isinstance(node, (tuple, list)):
+        for child in node:
+            _gather(child, found)
+    elif isinstance(node, dict):
+        for child in node.values():
+            _gather(child, found)
 
 
 def evaluated(
@@ -78,26 +79,24 @@ def evaluated(
     Arguments that are floating dtypes become ``dtype``. None where there is no such kernel. To be called inside
     :func:`off_the_record`.
     """
-    complex_ = torch.complex128 if dtype is torch.float64 else torch.complex64
-
-    def fitting(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return dtype if value.is_floating_point else complex_ if value.is_complex else value
-        return value
-
-    def replaced(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return operand(node)
-        if isinstance(node, (tuple, list)):
-            return type(node)(replaced(child) for child in node)
-        return fitting(node)
-
-    new_args = [replaced(a) for a in args]
+    new_args = [_replaced(a, operand, dtype) for a in args]
     flag = _KEEPS_DTYPE.get(func)
     if flag is not None and len(new_args) > flag:
         new_args[flag] = False
     try:
-        results = func(*new_args, **{key: replaced(value) for key, value in kwargs.items()})
+        results = func(*new_args, **{key: _replaced(value, operand, dtype) for key, value in kwargs.items()})
     except _FAILS:
         return None
     return floating(results)
+
+
+def _replaced(node: Any, operand: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Any:
+    if isinstance(node, torch.Tensor):
+        return operand(node)
+    if isinstance(node, (tuple, list)):
+        return type(node)(_replaced(child, operand, dtype) for child in node)
+    if not isinstance(node, torch.dtype):
+        return node
+    if node.is_complex:
+        return torch.complex128 if dtype is torch.float64 else torch.complex64
+    return dtype if node.is_floating_point else node

@@ -135,13 +135,13 @@ class Mirrors:
         return mirror
 
     def _sweep(self) -> None:
-        """Drop the mirrors of storages that are gone; the next sweep is due when a quarter has come on top."""
+        """Drop the mirrors of storages that are gone; the next sweep is due when a thirtieth has come on top."""
         gone = [key for key, mirror in self._mirrors.items() if mirror.storage.expired()]
         for key in gone:
             dropped = self._mirrors.pop(key)
             if dropped.version is None:
                 self._elements -= dropped.values.numel()
-        self._sweep_at = max(_FIRST_SWEEP, self._elements + self._elements // 8)
+        self._sweep_at = max(_FIRST_SWEEP, self._elements + self._elements // 32)
 
 
 _WIDE = (torch.float64, torch.complex128)

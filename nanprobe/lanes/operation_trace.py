@@ -185,6 +185,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if plan is None:
             plan = self._plans[id(func)] = plan_of(func)
         if plan.passes:
+            if func is torch.ops.aten.detach.default and self._shadowing:
+                self._let_go(args[0])
             return func(*args, **kwargs)
         call = _Call(args, kwargs, plan.repeats(args, kwargs))
         if plan.writes:
@@ -197,6 +199,12 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             with off_the_record():
                 self._look_if_possible(func, plan, call)
         return result
+
+    def _let_go(self, tensor: torch.Tensor) -> None:
+        """Drop the shadow of a gradient that has become a parameter's: nothing reads it again in this backward."""
+        node: Any = torch._C._current_autograd_node() if self._phase() == "backward" else None
+        if node is not None and node.name().endswith("AccumulateGrad"):
+            self._mirrors.forget(tensor)
 
     def _look_if_possible(self, func: Any, plan: Plan, call: _Call) -> None:
         """Look at an operation; where its tensors cannot be looked into, take its result as exact and say so."""

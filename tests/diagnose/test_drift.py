@@ -44,6 +44,13 @@ def off_by_a_thousand(output: Tensor, _: Any) -> Tensor:
     return (output.square().mean(-1) + 1000 - 1000).float().mean()
 
 
+def adding_ones(x: Tensor) -> Tensor:
+    total = x[:, :1]
+    for i in range(600):
+        total = total + (x[:, i : i + 1] * 0 + 1)
+    return total
+
+
 def positions(x: Tensor) -> Tensor:
     return torch.arange(900, 900 + x.shape[1]).to(x.dtype)[None, :, None].expand_as(x)
 
@@ -84,8 +91,7 @@ FAULTS: dict[str, Fault] = {
         ("loss", None, "aten.add", "cancellation"),
     ),
     "a running sum in a module": (
-        lambda: Chain(n=nn.LayerNorm(32), total=Do(lambda x: sum((x[:, i:i + 1] * 0 + 1 for i in range(600)), x[:, :1])),
-                      z=mlp()),
+        lambda: Chain(n=nn.LayerNorm(32), total=Do(adding_ones), z=mlp()),
         {"length": 600},
         ("forward", "total", "aten.add", "absorption"),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -288,3 +290,22 @@ def test_everything_of_the_callers_is_as_before_also_when_the_model_raises() -> 
     assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
     assert "_compiled_call_impl" not in model.__dict__
     assert random.getstate() == states[1]
+
+
+def test_nothing_is_kept_alive_that_the_model_let_go() -> None:
+    gone: list[bool] = []
+
+    def code(x: Tensor) -> Tensor:
+        y = x * 1.1
+        kept = weakref.ref(y)
+        z = torch.stack([y, y.cumsum(0)]).sum(0)
+        del y
+        gone.append(kept() is None)
+        return z
+
+    gc.disable()
+    try:
+        traced(Do(code), torch.randn(4, 16))
+    finally:
+        gc.enable()
+    assert gone == [True]
