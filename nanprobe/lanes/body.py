@@ -233,8 +233,8 @@ class LaneRun:
             if origin is None:
                 return None
             ran = (fact for fact in trace.facts if fact.sequence == self.lane.watch.sequence)
-            ran_first = trace.kernels.get(self.lane.watch.sequence) if self.lane.watch.sequence is not None else None
-            origin = dataclasses.replace(origin, kernel=next(ran, None), backward_op=ran_first)
+            last = trace.kernels.get(self.lane.watch.sequence) if self.lane.watch.sequence is not None else None
+            origin = dataclasses.replace(origin, kernel=next(ran, None), backward_op=last)
             if not is_scaled:
                 return origin
             return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0) and self._good_unscaled(loss))

@@ -56,7 +56,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ``phase`` tells what the lane is at ("forward", "loss" or "backward"), ``nodes`` which visit made an autograd node.
     ``parameters`` names parameters by the identity of their tensors. Without ``shadows`` only non-finite values are
     looked at; with a ``stretch`` there are shadows inside it only. ``local_error`` measures local errors as well.
-    ``kernels`` are the first to make something non-finite in each autograd node, by the node's sequence number.
+    ``kernels`` are the last to make something non-finite in each autograd node, by the node's sequence number.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return
         assert place is not None
         if place["phase"] == "backward" and place["sequence"] is not None:
-            self.kernels.setdefault(place["sequence"], plan.name)
+            self.kernels[place["sequence"]] = plan.name
         if len(self.facts) < _MOST_FACTS:
             fact = look_at(func, call.before[0], call.before[1], call.operands, bad)
             if fact is not None:

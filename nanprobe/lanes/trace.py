@@ -157,7 +157,7 @@ class BackwardOrigin:
     ``masked`` says that the incoming gradient is zero wherever the outgoing one is bad. ``fits_unscaled`` tells whether
     all gradients are finite at loss scale 1; None when the scale is 1 already. ``kernel`` is the
     kernel of the node that made the first bad value of good operands, None when none did; ``backward_op`` names the
-    first that made a bad value, whatever its operands.
+    last that made a bad value, which is what the node hands on, whatever its operands.
     """
 
     module: str | None
