@@ -26,7 +26,8 @@ _FIRST_SWEEP = 1 << 20
 class _Mirror:
     """``values`` is one-dimensional, an element for each of the storage's; ``maker`` is who wrote there last.
 
-    A borrowed mirror is somebody else's memory: it counts as long as nobody writes to it (``version``).
+    A borrowed mirror is somebody else's memory: it counts as long as nobody writes to it (``version``). One that is
+    ``lent`` to another storage is copied before it is written to.
     """
 
     storage: Any
@@ -34,6 +35,7 @@ class _Mirror:
     values: torch.Tensor
     maker: int | None
     version: int | None = None
+    lent: bool = False
 
     @property
     def stands(self) -> bool:
@@ -82,6 +84,17 @@ class Mirrors:
         self._store(tensor, values, maker, version=_version(values))
         return True
 
+    def share(self, tensor: torch.Tensor, source: torch.Tensor, maker: int | None) -> bool:
+        """Let ``tensor`` have the mirror of ``source``, which it is a cast copy of; False when they lie differently."""
+        mirror = self._find(source)
+        whole = all(t.numel() == _elements(t) and t.storage_offset() == 0 for t in (tensor, source))
+        if mirror is None or not whole or tensor.stride() != source.stride() or mirror.values.numel() != tensor.numel():
+            return False
+        mirror.lent = True
+        values = mirror.values
+        self._store(tensor, values, maker, version=_version(values))
+        return True
+
     def writable(self, tensor: torch.Tensor, maker: int | None, *, keep: bool = True) -> torch.Tensor | None:
         """Return the tensor's place in a mirror of FP64 that may be written to; one is made where there is none.
 
@@ -95,6 +108,8 @@ class Mirrors:
             known = mirror.values if mirror is not None else _whole(tensor)
             values = known.to(wide, copy=True) if keep else torch.empty_like(known, dtype=wide)
             mirror = self._store(tensor, values, maker)
+        elif mirror.lent:
+            mirror.values, mirror.lent = mirror.values.clone(), False
         mirror.maker = maker
         return _seen_as(mirror, tensor)
 

@@ -249,6 +249,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return
         if not plan.writes:
             call.makers = self._makers(call.operands)
+        if plan.is_cast and self._widened_exactly(plan, call):
+            return
         shadows, note = self._shadows(func, plan, call)
         local = self._locally(func, plan, call) if shadows is not None else None
         place = self._place()
@@ -265,6 +267,28 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._follow(func, plan, call, first_bad, place)
 
     # -- shadows ---------------------------------------------------------------------------------------------------
+
+    def _widened_exactly(self, plan: Plan, call: _Call) -> bool:
+        """Record a cast to a wider format, which changes no value, without looking at any; False when it is no such."""
+        source, output = call.args[0], call.outputs[0]
+        if len(call.makers) != 1 or not _widens(source, output):
+            return False
+        made = self.records[call.makers[0]]
+        if made.elements != source.numel() or made.bad or made.note is not None:
+            return False
+        order = len(self.records)
+        if not self._mirrors.share(output, source, order):
+            return False
+        self.records.append(
+            dataclasses.replace(
+                self._blank(plan, call, self._place(), output),
+                size=made.size,
+                error=made.error,
+                local=0.0 if self._local_error else None,
+                flushed=made.flushed,
+            )
+        )
+        return True
 
     def _put(self, call: _Call, output: torch.Tensor, shadow: torch.Tensor, order: int) -> None:
         """Keep a shadow; one that is an operand itself, which was cast, is borrowed."""
@@ -376,6 +400,21 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 local = _norms(output, alone, diff, bad)[1] if diff is not None else None
         if plan.is_sum and local:
             absorbed = _absorbed(call.operands, local)
+        return dataclasses.replace(
+            self._blank(plan, call, place, output),
+            size=size,
+            error=error,
+            local=local,
+            flushed=flushed,
+            bad=bad,
+            absorbed=absorbed,
+            of_integers=plan.is_cast and not call.args[0].dtype.is_floating_point,
+            rounded=_rounded(call, output.dtype) if plan.has_bounds else (),
+            note=note,
+        )
+
+    def _blank(self, plan: Plan, call: _Call, place: dict[str, Any], output: torch.Tensor) -> OperationRecord:
+        """Return a record that says where an operation ran and on what, without any figures."""
         forward = place["forward_op"]
         backward = place["phase"] == "backward"
         return OperationRecord(
@@ -390,15 +429,6 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             elements=output.numel(),
             inside=place["inside"],
             operands=call.makers,
-            size=size,
-            error=error,
-            local=local,
-            flushed=flushed,
-            bad=bad,
-            absorbed=absorbed,
-            of_integers=plan.is_cast and not call.args[0].dtype.is_floating_point,
-            rounded=_rounded(call, output.dtype) if plan.has_bounds else (),
-            note=note,
         )
 
     def _follow(

@@ -50,6 +50,14 @@ def assign_slice(x: Tensor) -> Tensor:
     return y * 1.0
 
 
+def written_after_a_cast(x: Tensor) -> Tensor:
+    y = x * 1.1
+    wide = y.float()
+    y.mul_(1.7)
+    wide[0].add_(0.3)
+    return (wide + y.float()).to(x.dtype) * 1.3
+
+
 def into_memory(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     torch.add(x, x * 0.3, out=out)
@@ -78,6 +86,7 @@ CODES: dict[str, Code] = {
     "views": lambda x: (x * 1.1).view(2, 2, -1).transpose(0, 1)[..., ::2].reshape(4, -1).expand(3, 4, -1)[1] * 1.3,
     "slices written in place": assign_slice,
     "memory given with out=": into_memory,
+    "written to after a cast": written_after_a_cast,
     "index_put and scatter": scattered,
     "top-k, gather and where": chosen,
     "split, cat and stack": lambda x: torch.stack([p * 1.3 for p in torch.cat([x, x * 0.7]).chunk(4)]).mean(0),
