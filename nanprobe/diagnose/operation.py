@@ -12,7 +12,7 @@ from nanprobe.formats import by_dtype, by_name
 from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, OperationFact, Operations
 from nanprobe.records import FirstBad, Remedy
 
-__all__ = ["diverging_place", "places_to_trace", "with_drift", "with_operations"]
+__all__ = ["diverging_place", "places_to_trace", "with_drift", "with_operations", "without_drift"]
 
 
 _REDUCTIONS = ("mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward")
@@ -81,13 +81,13 @@ def with_operations(
     return dataclasses.replace(diagnosis, faults=(*faults, hidden) if hidden is not None else faults)
 
 
-def with_drift(diagnosis: LaneDiagnosis, drift: Drift | None) -> LaneDiagnosis:
+def with_drift(diagnosis: LaneDiagnosis, drift: Drift) -> LaneDiagnosis:
     """Return the diagnosis with the operation that its divergence comes from, and the figures that show it.
 
     The divergence moves to the module that lost the digits, where that is another one.
     """
     divergence = diagnosis.divergence
-    if divergence is None or drift is None:
+    if divergence is None:
         return diagnosis
     origin, seen = drift.origin, drift.seen
     explained = f"{divergence.explanation} {_drift_sentence(drift)}".strip()
@@ -113,6 +113,18 @@ def with_drift(diagnosis: LaneDiagnosis, drift: Drift | None) -> LaneDiagnosis:
             explanation=f"It shows in {where}: {explained[:1].lower()}{explained[1:]}",
         )
     return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
+
+
+def without_drift(diagnosis: LaneDiagnosis) -> LaneDiagnosis:
+    """Return the diagnosis of a divergence that no operation brought about: each agrees with FP64 on its own way."""
+    divergence = diagnosis.divergence
+    if divergence is None:
+        return diagnosis
+    text = (
+        f"{divergence.explanation} No operation there is further from FP64 than that is tolerated, on the way that "
+        f"{divergence.precision} takes: the code does something else in this precision, or chooses otherwise."
+    )
+    return dataclasses.replace(diagnosis, divergence=dataclasses.replace(divergence, explanation=text.strip()))
 
 
 def _drift_sentence(drift: Drift) -> str:

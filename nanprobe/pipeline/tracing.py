@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from nanprobe.diagnose.drift import Drift, drift_of
 from nanprobe.diagnose.lane import LaneDiagnosis
-from nanprobe.diagnose.operation import places_to_trace, with_drift, with_operations
+from nanprobe.diagnose.operation import places_to_trace, with_drift, with_operations, without_drift
 from nanprobe.lanes.operation_trace import Stretch
 from nanprobe.lanes.run import trace_operations
 from nanprobe.lanes.spec import ReplaySpec
@@ -48,7 +48,11 @@ def to_operations(spec: ReplaySpec, lane: LaneTrace, diagnosis: LaneDiagnosis) -
         if stretch is None or _accounts_for(drift, divergence):
             break
     named = with_operations(diagnosis, seen, backward=lane.backward_origin)
-    return replace(with_drift(named, drift), notes=tuple(f"operations of {name}: {note}" for note in seen.notes))
+    if drift is not None:
+        named = with_drift(named, drift)
+    elif divergence is not None and divergence.phase == "forward" and seen.whole and seen.records and not seen.notes:
+        named = without_drift(named)
+    return replace(named, notes=tuple(f"operations of {name}: {note}" for note in seen.notes))
 
 
 def _place_of(divergence: Divergence) -> tuple[str, int] | None:

@@ -208,3 +208,16 @@ def test_nothing_beyond_the_tolerance_is_no_drift() -> None:
 def test_a_result_that_is_infinite_where_the_shadow_is_not_is_an_overflow() -> None:
     chain = (record(0, "aten.pow", math.inf, math.inf), record(1, "aten.rsqrt", 1.0, 0.0, 0))
     assert found_in(*chain) == ("aten.pow", "overflow")
+
+
+@BOTH_WAYS
+def test_code_that_does_something_else_in_a_precision_is_told_and_no_operation_blamed(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanprobe.pipeline.tracing.WHOLE_UP_TO", limit)
+    other = Do(lambda x: x * 1.5 if x.dtype is torch.bfloat16 else x)
+    report = nanprobe.replay(Chain(a=mlp(), other=other, z=mlp()), torch.randn(4, 64, 32), dtype="bf16", mode="cast")
+    found = report.precisions["bf16"].first_divergence
+    assert found is not None
+    assert (found.module, found.op, found.mechanism) == ("other", None, "divergence")
+    assert "the code does something else in this precision" in found.explanation
