@@ -207,6 +207,7 @@ class FirstBad:
     reference_absmax: float | None = None
     limit: float | None = None
     absorbed_by: str | None = None
+    absorbed_op: str | None = None
     parameter: str | None = None
     between: tuple[str | None, str | None] | None = None
     explanation: str = ""
@@ -217,7 +218,9 @@ class FirstBad:
 class Divergence:
     """The first visit whose finite values are further from the reference than ``tolerance`` (relative, 2-norm).
 
-    ``parameter`` is the path of the batch field when that is rounded before anything runs.
+    ``parameter`` is the parameter, the buffer or the path of the batch field whose rounding it comes from. ``op`` is
+    the operation that lost the digits and ``module`` where that ran; ``seen_in`` is the module in which the error is
+    beyond the tolerance first, where that is another one.
     """
 
     precision: str
@@ -226,10 +229,12 @@ class Divergence:
     visit: int | None
     class_: str | None
     op: str | None = None
+    backward_op: str | None = None
     mechanism: str | None = None
     rel_error: float | None = None
     local_error: float | None = None
     tolerance: float | None = None
+    seen_in: str | None = None
     between: tuple[str | None, str | None] | None = None
     parameter: str | None = None
     explanation: str = ""

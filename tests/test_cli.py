@@ -330,12 +330,12 @@ def test_a_replay_that_could_not_complete_stays_3(engine: Engine) -> None:
 
 
 def test_notes_go_to_stderr_unless_quiet(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "nanprobe.yaml").write_text(CONFIG + "clip_grad_norm: 1.0\n")
+    (tmp_path / "nanprobe.yaml").write_text(CONFIG.replace("{factory: toy.py:build}", "{factory: toy.py:build, kwargs: {bias: off}}"))
     engine.act = lambda progress: progress.note("attention: \x1b[0m weights")
     main(["replay"])
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 2
-    assert "clip_grad_norm" in err[0]
+    assert "model.kwargs.bias" in err[0]
     assert err[1] == r"nanprobe: note: attention: \x1b[0m weights"
     main(["replay", "--quiet"])
     assert capsys.readouterr().err == ""

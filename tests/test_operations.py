@@ -103,6 +103,13 @@ FAULTS: dict[str, tuple[Code, str, str, bool]] = {
 }
 
 
+@pytest.fixture(params=[150_000_000, 0], ids=["whole", "focus"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace all of the model, as is done with a small one, and then a stretch of it, as with a large one."""
+    monkeypatch.setattr("nanprobe.pipeline.tracing.WHOLE_UP_TO", request.param)
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_operation_is_named_with_its_mechanism(name: str) -> None:
     code, op, mechanism, precision_related = FAULTS[name]
@@ -153,7 +160,7 @@ def test_near_misses_are_no_faults(name: str) -> None:
 def test_the_norm_that_collapses_says_that_its_own_code_absorbs_the_inf() -> None:
     bad = diagnosed(FAULTS["norm that collapses"][0]).first_bad
     assert bad is not None
-    assert bad.absorbed_by == "core"
+    assert (bad.absorbed_by, bad.absorbed_op) == ("core", "aten.rsqrt")
     assert bad.reference_absmax is not None
     assert bad.reference_absmax > 65504
 
@@ -227,12 +234,14 @@ def test_an_eps_that_is_zero_shows_in_backward() -> None:
     assert {remedy.kind for remedy in bad.remedies} == {"raise-eps", "keep-fp32"}
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("name", BACKWARD)
 def test_in_backward_the_forward_operation_is_named(name: str) -> None:
     code, op, mechanism = BACKWARD[name]
     bad = diagnosed(code, loss=lambda output, _: output.float().mean()).first_bad
     assert bad is not None
     assert (bad.phase, bad.module, bad.op, bad.mechanism) == ("backward", "core", op, mechanism)
+    assert bad.backward_op == "aten.div"
 
 
 def test_without_operations_it_stops_at_modules() -> None:
@@ -265,6 +274,7 @@ DRIFTS: dict[str, tuple[Code, str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("name", DRIFTS)
 def test_a_silent_drift_names_the_operation_that_lost_the_digits(name: str) -> None:
     code, op, mechanism = DRIFTS[name]

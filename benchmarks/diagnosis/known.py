@@ -24,7 +24,6 @@ _CANCELLED = Known(
     wrong=("mechanism",),
     why="that the operand of the root is a difference of nearly equal rounded values is not looked at",
 )
-_STALLED = Known(wrong=("mechanism",), why="that an addend is below half the spacing of the sum is not looked at")
 _LEGITIMATE = Known(
     wrong=("phase", "module", "op", "mechanism"),
     why="-Inf that the model hands out on purpose is taken for the fault, not the loss that multiplies it with zero",
@@ -60,9 +59,6 @@ KNOWN: dict[str, Known] = {
             "alignment_that_cannot_be-fp16-autocast",
             "alignment_that_cannot_be-bf16-cast",
             "entropy_with_an_eps_of_1e_10-fp16-cast",
-            "rms_norm_in_half-fp16-cast",
-            "rms_norm_in_half-fp16-cast-backward",
-            "channels_first_layer_norm-fp16-cast",
             "quantised_weight_with_a_zero_row-fp16-autocast",
             "quantised_weight_with_a_zero_row-bf16-cast",
             "masked_mean_without_a_token-fp16-autocast",
@@ -79,7 +75,6 @@ KNOWN: dict[str, Known] = {
         ),
         _CANCELLED,
     ),
-    **dict.fromkeys(("running_total_in_bf16-bf16-cast", "running_total_in_fp16-fp16-cast"), _STALLED),
     **dict.fromkeys(
         (
             "binary_cross_entropy_of_an_infinite_logit-fp16-autocast",

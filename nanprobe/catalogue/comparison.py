@@ -94,7 +94,8 @@ COMPARISON = Family(
             looks_like=(
                 "`bf16 drifts from FP32 in rotary (RotaryEmbedding): relative error 0.4, more than the 0.02 that is "
                 "tolerated`. `local_error` is that of the module on the reference's own inputs: if it is large the "
-                "module is at fault, if it is small the error came in from before."
+                "module is at fault, if it is small the error came in from before. `op` is the operation that lost "
+                "the digits, and none where the errors of many only add up."
             ),
             what_to_try=(
                 "Look at the first module with a large `local_error` and keep that one in FP32.",

@@ -151,7 +151,8 @@ REPRESENTATION = Family(
                 "are kept in the low precision. Each step loses its increment, and the total stands still."
             ),
             looks_like=(
-                "Nothing is NaN or Inf. The report's `first_divergence` names the sum or mean; its relative error "
+                "Nothing is NaN or Inf. The report's `first_divergence` names the sum or mean, and `absorbed` in the "
+                "finding's evidence is the share of the smaller operand that it lacks; its relative error "
                 "grows with the number of terms. A mean of ones over 4,096 elements that sums up in bf16 comes out "
                 "far too small."
             ),
@@ -202,9 +203,9 @@ REPRESENTATION = Family(
                 "11 significant bits."
             ),
             looks_like=(
-                "Finite values, a small result, and a large relative error: `first_divergence` names the subtraction "
-                "or the module around it, and `rel_error` is far above the `local_error`, since the operation itself "
-                "is exact."
+                "Finite values, a small result, and a large relative error: `op` in `first_divergence` is the "
+                "operation whose rounding the difference brought out, and `amplified_by` in the finding's evidence the "
+                "difference itself, which is exact: its `rel_error` is far above its own error."
             ),
             what_to_try=(
                 "Subtract first and round afterwards: compute the difference from FP32 operands.",

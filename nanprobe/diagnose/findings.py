@@ -42,7 +42,7 @@ def findings(trace: Trace, diagnoses: Mapping[str, LaneDiagnosis]) -> tuple[Find
         told = divergence is not None and divergence.mechanism == "gradient-underflow" and underflow is not None
         told = told or (divergence is not None and divergence.phase == "optimizer")
         if divergence is not None and not explained and not told and not diagnosis.after_flip:
-            found.append(_divergence_finding(divergence))
+            found.append(_divergence_finding(divergence, diagnosis.evidence))
         found.extend(_flips(lane, divergence if diagnosis.after_flip and not explained else None))
         found.extend(_quiet_warnings(lane))
         if underflow is not None:
@@ -140,6 +140,8 @@ def _origin_finding(fault: Traced) -> Finding:
             "reference_absmax": origin.reference_absmax,
             "limit": origin.limit,
             "absorbed_by": origin.absorbed_by,
+            "absorbed_op": origin.absorbed_op,
+            "backward_op": origin.backward_op,
             "between": list(origin.between) if origin.between is not None else None,
             "precision_related": origin.precision_related,
         },
@@ -147,7 +149,7 @@ def _origin_finding(fault: Traced) -> Finding:
     )
 
 
-def _divergence_finding(divergence: Divergence) -> Finding:
+def _divergence_finding(divergence: Divergence, evidence: Mapping[str, Any]) -> Finding:
     """Return the finding of a divergence that no flipped choice explains; gradients that underflow only warn."""
     place = divergence.module if divergence.module is not None else "outside the model"
     mechanism = divergence.mechanism
@@ -169,16 +171,33 @@ def _divergence_finding(divergence: Divergence) -> Finding:
             "local_error": divergence.local_error,
             "tolerance": divergence.tolerance,
             "between": list(divergence.between) if divergence.between is not None else None,
+            "parameter": divergence.parameter,
+            **evidence,
         },
         remedies=_for_divergence(divergence) if mechanism != "gradient-underflow" else (),
     )
 
 
+_ADVICE: Mapping[str, tuple[str, str]] = {
+    "absorption": ("rewrite", "Sum in FP32, and convert the total afterwards"),
+    "cancellation": ("rewrite", "Take the difference before rounding: in FP32, or in a form that does not subtract"),
+    "underflow": ("rewrite", "Scale the operands up before the product, or compute it in FP32"),
+    "unrepresentable-constant": ("rewrite", "Keep the number in FP32, or choose one that the format holds"),
+}
+"""What usually helps against a silent mechanism: the kind of remedy and its text."""
+
+
 def _for_divergence(divergence: Divergence) -> tuple[Remedy, ...]:
     if divergence.module is None or divergence.phase != "forward":
         return ()
-    text = f'Keep {divergence.module or "the model"} in FP32 (keep_fp32: ["{divergence.module}"])'
-    return (Remedy(kind="keep-fp32", modules=(divergence.module,), text=text),)
+    advice = _ADVICE.get(divergence.mechanism or "")
+    offered = [Remedy(kind=advice[0], text=advice[1])] if advice is not None and divergence.op is not None else []
+    modules = (divergence.module,) if divergence.seen_in is None else (divergence.module, divergence.seen_in)
+    named = " and ".join(module or "the model" for module in modules)
+    between = "" if divergence.seen_in is None else ", and what lies between them,"
+    listed = ", ".join(f'"{module}"' for module in modules)
+    text = f"Keep {named}{between} in FP32 (keep_fp32: [{listed}])"
+    return (Remedy(kind="keep-fp32", modules=modules, text=text), *offered)
 
 
 def _flips(lane: LaneTrace, caused: Divergence | None) -> list[Finding]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from nanprobe.diagnose.before import StoredFault
 from nanprobe.diagnose.divergence import first_divergence, loss_is_beyond, positions, too_small_to_judge
@@ -39,7 +40,8 @@ class LaneDiagnosis:
     ``faults`` are all independent faults that make NaN or Inf, or that a cast makes, in the order in which they arise.
     ``fatal`` says whether the lane ends with a bad loss, gradient or output. ``divergence`` is the first visit beyond
     its tolerance; ``after_flip`` says that a discrete choice had already differed. ``states`` holds the state of every
-    place.
+    place. ``evidence`` are figures that tell where the divergence comes from,
+    ``notes`` say which operations could not be looked into.
     """
 
     faults: tuple[Traced, ...]
@@ -47,6 +49,8 @@ class LaneDiagnosis:
     divergence: Divergence | None
     after_flip: bool
     states: Mapping[Place, str]
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def first_bad(self) -> FirstBad | None:

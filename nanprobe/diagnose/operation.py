@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from nanprobe.diagnose.drift import Drift
 from nanprobe.diagnose.explain import shown
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.diagnose.saturation import is_saturation
 from nanprobe.formats import by_dtype, carrier_of
-from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, OperationFact
+from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, OperationFact, Operations
 from nanprobe.records import FirstBad, Remedy
 
-__all__ = ["diverging_place", "needs_earlier", "places_to_trace", "with_drift", "with_operations"]
-
-Operations = Mapping[tuple[str, int], OperationFact]
+__all__ = ["diverging_place", "places_to_trace", "with_drift", "with_operations", "without_drift"]
 
 
 _REDUCTIONS = ("mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward")
@@ -46,12 +45,6 @@ def diverging_place(diagnosis: LaneDiagnosis) -> tuple[str, int] | None:
     return (found.module, found.visit) if found.module is not None and found.visit is not None else None
 
 
-def needs_earlier(diagnosis: LaneDiagnosis, operations: Operations) -> bool:
-    """Whether an operation failed on -Inf that is no row of a mask, so that what made the -Inf is to be looked for."""
-    facts = (operations.get(place) for place in places_to_trace(diagnosis))
-    return any(fact is not None and fact.operand_inf and not fact.masked_rows for fact in facts)
-
-
 def _place(bad: FirstBad) -> tuple[str, int] | None:
     if bad.phase == "loss":
         return IN_LOSS
@@ -61,13 +54,14 @@ def _place(bad: FirstBad) -> tuple[str, int] | None:
 
 
 def with_operations(
-    diagnosis: LaneDiagnosis, operations: Operations, *, earlier: OperationFact | None, backward: BackwardOrigin | None
+    diagnosis: LaneDiagnosis, operations: Operations, *, backward: BackwardOrigin | None
 ) -> LaneDiagnosis:
     """Return the diagnosis with the operation and its mechanism at every origin where one was found.
 
-    ``earlier`` is the first operation of the whole forward that made -Inf of finite operands by arithmetic; an origin
-    that merely failed on that -Inf moves there. ``backward`` is where a good gradient turned bad.
+    An origin that merely failed on -Inf, of which no row was masked, moves to the first operation of the forward pass
+    that made -Inf of finite operands by arithmetic. ``backward`` is where a good gradient turned bad.
     """
+    earlier = operations.first_in(("", 0))
 
     def named(bad: FirstBad) -> FirstBad:
         if is_saturation(bad):
@@ -75,47 +69,108 @@ def with_operations(
         if bad.phase == "backward":
             return _in_backward(bad, backward)
         place = _place(bad)
-        fact = operations.get(place) if place is not None else None
+        fact = operations.first_in(place) if place is not None else None
         if fact is None:
             return bad
         if fact.operand_inf and not fact.masked_rows and earlier is not None:
             return _refined(_moved(bad, earlier), earlier)
         return _refined(bad, fact)
 
-    faults = tuple(dataclasses.replace(fault, first_bad=named(fault.first_bad)) for fault in diagnosis.faults)
+    faults = tuple(
+        dataclasses.replace(fault, first_bad=named(fault.first_bad)) if fault.stored is None else fault
+        for fault in diagnosis.faults
+    )
     hidden = _hidden_overflow(diagnosis, operations)
     return dataclasses.replace(diagnosis, faults=(*faults, hidden) if hidden is not None else faults)
 
 
-def with_drift(diagnosis: LaneDiagnosis, drift: DriftFact | None) -> LaneDiagnosis:
-    """Return the diagnosis with the operation that its divergence comes from."""
+def with_drift(diagnosis: LaneDiagnosis, drift: Drift) -> LaneDiagnosis:
+    """Return the diagnosis with the operation that its divergence comes from, and the figures that show it.
+
+    The divergence moves to the module that lost the digits, where that is another one.
+    """
     divergence = diagnosis.divergence
-    if divergence is None or drift is None:
+    if divergence is None:
         return diagnosis
-    text = f"It comes from {drift.op}"
-    if drift.seen_in != drift.op:
-        text += f", whose rounding {drift.seen_in} turns into a relative error of {drift.rel_error:.3g}"
-    elif drift.local_error is not None:
-        text += f", whose own error on its operands is {drift.local_error:.3g}"
-    explained = f"{divergence.explanation} {text}.".strip()
-    mechanism = _drift_mechanism(drift) or divergence.mechanism
-    named = dataclasses.replace(divergence, op=drift.op, mechanism=mechanism, explanation=explained)
-    return dataclasses.replace(diagnosis, divergence=named)
+    origin, seen = drift.origin, drift.seen
+    explained = f"{divergence.explanation} {_drift_sentence(drift)}".strip()
+    if origin is None:
+        named = dataclasses.replace(divergence, explanation=explained)
+        return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
+    mechanism = drift.mechanism or divergence.mechanism
+    where = divergence.module or "the model itself"
+    named = dataclasses.replace(
+        divergence, op=origin.op or None, backward_op=origin.backward_op, mechanism=mechanism, explanation=explained
+    )
+    if origin.parameter is not None:
+        named = dataclasses.replace(named, parameter=origin.parameter)
+    elif origin.phase == divergence.phase and origin.module is not None and origin.module != divergence.module:
+        named = dataclasses.replace(
+            named,
+            module=origin.module,
+            visit=origin.visit,
+            class_=origin.class_,
+            between=None,
+            local_error=origin.local_error,
+            seen_in=seen.module if seen.module not in (None, origin.module) else divergence.module,
+            explanation=f"It shows in {where}: {explained[:1].lower()}{explained[1:]}",
+        )
+    return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
 
 
-def _drift_mechanism(drift: DriftFact) -> str | None:
-    """Tell a bound that rounds, and a sum whose low digits a later difference brings out; None for any other drift."""
-    op, seen = drift.op.removeprefix("aten.").rstrip("_"), drift.seen_in.removeprefix("aten.").rstrip("_")
-    if op in ("clamp", "clamp_min", "clamp_max", "hardtanh"):
-        return "unrepresentable-constant"
-    sums = ("add", "sub", "rsub", "sum", "cumsum")
-    return "cancellation" if op in sums and seen in ("sub", "rsub", "add") and op != seen else None
+def without_drift(diagnosis: LaneDiagnosis) -> LaneDiagnosis:
+    """Return the diagnosis of a divergence that no operation brought about: each agrees with FP64 on its own way."""
+    divergence = diagnosis.divergence
+    if divergence is None:
+        return diagnosis
+    text = (
+        f"{divergence.explanation} No operation there is further from FP64 than that is tolerated, on the way that "
+        f"{divergence.precision} takes: the code does something else in this precision, or chooses otherwise."
+    )
+    return dataclasses.replace(diagnosis, divergence=dataclasses.replace(divergence, explanation=text.strip()))
+
+
+def _drift_sentence(drift: Drift) -> str:
+    """Return where the digits were lost, as far as that can be told."""
+    origin, seen, evidence = drift.origin, drift.seen, drift.evidence
+    if origin is None:
+        return (
+            f"No single operation is to blame: over {len(drift.path):,} operations the error grows step by step to "
+            f"{seen.rel_error or 0.0:.3g}."
+        )
+    if origin.parameter is not None:
+        rounded = origin.local_error or 0.0
+        return f"It comes from {origin.phase} {origin.parameter}, which the cast rounds by {rounded:.3g}."
+    together = origin.module == seen.module and origin.phase == seen.phase
+    text = f"It comes from {origin.op if together else evidence['operation']}"
+    if origin is not seen:
+        turned_by = seen.op if together else evidence["seen_in"]
+        text += f", whose rounding {turned_by} turns into a relative error of {seen.rel_error or 0.0:.3g}"
+    elif origin.local_error is not None:
+        text += f", whose own error on its operands is {origin.local_error:.3g}"
+    return f"{text}.{_drift_reason(drift)}"
+
+
+def _drift_reason(drift: Drift) -> str:
+    """Return the figures that show the mechanism, as a sentence of its own; empty where there are none."""
+    origin, mechanism = drift.origin, drift.mechanism
+    assert origin is not None
+    if mechanism == "absorption" and origin.absorbed is not None:
+        return f" The sum lacks {min(origin.absorbed, 1.0):.0%} of its smaller operand, which lies below the spacing."
+    if mechanism == "underflow":
+        return f" {origin.flushed:,} of its {origin.elements:,} results are zero and exactly are not."
+    if mechanism == "unrepresentable-constant" and origin.rounded:
+        given, held = origin.rounded[-1]
+        return f" {origin.dtype} holds its constant {given:.10g} as {held:.10g}."
+    if mechanism == "unrepresentable-constant":
+        return f" Integers are beyond what {origin.dtype} holds exactly."
+    return ""
 
 
 def _hidden_overflow(diagnosis: LaneDiagnosis, operations: Operations) -> Traced | None:
     """Return the overflow that the code of a diverging visit made and turned finite again, None when there is none."""
     place, divergence = diverging_place(diagnosis), diagnosis.divergence
-    fact = operations.get(place) if place is not None else None
+    fact = operations.first_in(place) if place is not None else None
     if fact is None or divergence is None or fact.exact_absmax is None or fact.operand_inf:
         return None
     if any(_place(fault.first_bad) == place for fault in diagnosis.faults):
@@ -130,6 +185,8 @@ def _hidden_overflow(diagnosis: LaneDiagnosis, operations: Operations) -> Traced
         precision_related=True,
         count=fact.count,
         elements=fact.elements,
+        index=fact.index,
+        samples=fact.samples,
         limit=fmt.max if fmt is not None else None,
         absorbed_by=divergence.module,
         explanation=(
@@ -162,9 +219,23 @@ def _moved(bad: FirstBad, earlier: OperationFact) -> FirstBad:
 
 
 def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
-    if origin is None or origin.op is None:
+    if origin is None:
         return bad
+    kernel = origin.kernel
+    bad = dataclasses.replace(bad, backward_op=origin.backward_op)
+    if kernel is not None:
+        bad = dataclasses.replace(
+            bad,
+            backward_op=kernel.op,
+            input_absmax=kernel.input_absmax,
+            reference_absmax=kernel.exact_absmax,
+            explanation=f"{bad.explanation} {_kernel_sentence(kernel)}",
+        )
     mechanism = bad.mechanism
+    if mechanism is None and kernel is not None and kernel.exact_absmax is not None and bad.precision_related:
+        mechanism = "overflow"
+    if origin.op is None:
+        return _offered(dataclasses.replace(bad, mechanism=mechanism))
     if mechanism is None and origin.op.removeprefix("aten.") in _WITH_DOMAINS:
         mechanism = "domain-error"
     if origin.op == "aten.sqrt" and bad.precision_related and mechanism in (None, "overflow", "domain-error"):
@@ -178,6 +249,16 @@ def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
             f"it, is below {name.smallest_subnormal:.2g}."
         )
     return _offered(dataclasses.replace(bad, op=origin.op, mechanism=mechanism, explanation=text))
+
+
+def _kernel_sentence(kernel: OperationFact) -> str:
+    """Return the kernel that ran, what it was given, and what it gives exactly."""
+    text = f"The kernel that made it is {kernel.op}"
+    if kernel.input_absmax is not None:
+        text += f", on operands up to {shown(kernel.input_absmax)}"
+    if kernel.exact_absmax is not None:
+        return f"{text}; exactly it gives up to {shown(kernel.exact_absmax)}."
+    return f"{text}; FP64 gives no finite result on them either." if kernel.exact_known else f"{text}."
 
 
 def _cast_parameter(bad: FirstBad, fact: OperationFact) -> FirstBad:
@@ -237,6 +318,8 @@ def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
     refined = dataclasses.replace(
         bad,
         op=fact.op,
+        call=fact.call,
+        absorbed_op=fact.absorbed_by[1] if fact.absorbed_by is not None and bad.absorbed_by is not None else None,
         mechanism=_mechanism(bad, fact) or bad.mechanism,
         input_absmax=fact.input_absmax if bad.input_absmax is None else bad.input_absmax,
         reference_absmax=fact.exact_absmax if bad.reference_absmax is None else bad.reference_absmax,
@@ -278,5 +361,6 @@ def _sentence(fact: OperationFact) -> str:
     if fact.exact_absmax is not None:
         return f"{text}; exactly it gives up to {shown(fact.exact_absmax)}."
     if fact.exact_known:
-        return f"{text}; FP64 gives no finite result on them either."
+        text = f"{text}; FP64 gives no finite result on them either"
+        return f"{text}: what it divides by, {fact.made_zero} had flushed to zero." if fact.made_zero else f"{text}."
     return f"{text}."

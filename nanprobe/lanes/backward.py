@@ -20,7 +20,7 @@ from nanprobe.lanes.measures import bad_detail, health_of
 from nanprobe.lanes.trace import BackwardOrigin
 from nanprobe.numerics.stats import is_finite, measure
 
-__all__ = ["NodeWatch"]
+__all__ = ["NodeWatch", "forward_operation"]
 
 
 class NodeWatch:
@@ -28,24 +28,30 @@ class NodeWatch:
 
     def __init__(self, batch_size: int | None, batch_dim: int) -> None:
         self.origin: BackwardOrigin | None = None
+        self.sequence: int | None = None
         self.classes: dict[str, str] = {}
         self._batch_size = batch_size
         self._batch_dim = batch_dim
         self._ranges: list[tuple[int, int, str, int]] = []
+        self._known: dict[int, tuple[str, int] | None] = {}
 
     def visited(self, first: int, stop: int, path: str, visit: int) -> None:
         """A visit made the nodes with sequence numbers in [first, stop)."""
         if stop > first:
             self._ranges.append((first, stop, path, visit))
+            self._known.clear()
 
     def visit_of(self, sequence: int) -> tuple[str, int] | None:
         """Return (path, visit) of the innermost visit that made the node, None when it was made outside the model."""
+        if sequence in self._known:
+            return self._known[sequence]
         best: tuple[int, int, str, int] | None = None
         for candidate in self._ranges:
             inside = candidate[0] <= sequence < candidate[1]
             if inside and (best is None or candidate[1] - candidate[0] < best[1] - best[0]):
                 best = candidate
-        return (best[2], best[3]) if best is not None else None
+        self._known[sequence] = (best[2], best[3]) if best is not None else None
+        return self._known[sequence]
 
     def watch(self, loss: torch.Tensor) -> list[Callable[[], None]]:
         """Hook every node that the loss depends on; returns the functions that take the hooks off again."""
@@ -66,6 +72,10 @@ class NodeWatch:
     def _look(self, node: Any, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
         if self.origin is not None:
             return
+        with torch._C._DisableTorchDispatch():
+            self._look_at(node, outgoing, incoming)
+
+    def _look_at(self, node: Any, outgoing: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
         for number, gradient in enumerate(outgoing):
             if isinstance(gradient, torch.Tensor) and not is_finite(gradient):
                 given = [g for g in incoming if isinstance(g, torch.Tensor)]
@@ -91,7 +101,7 @@ class NodeWatch:
             visit=place[1] if place else None,
             class_=self.classes.get(place[0]) if place else None,
             node=node.name(),
-            op=_forward_operation(node.name()),
+            op=forward_operation(node.name()),
             health=health_of([measure(gradient)]),
             detail=bad_detail(
                 "",
@@ -102,9 +112,10 @@ class NodeWatch:
             ),
             masked=_zero_where_bad(gradient, given),
         )
+        self.sequence = int(node._sequence_nr())
 
 
-def _forward_operation(node: str) -> str | None:
+def forward_operation(node: str) -> str | None:
     """Return the operation that an autograd node of PyTorch's own differentiates, None for a custom function.
 
     Nodes are named after operations in another spelling: ``LogSoftmaxBackward0`` is the derivative of ``_log_softmax``.

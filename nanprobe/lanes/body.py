@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanprobe.errors import UsageError
+from nanprobe.errors import NanprobeError, UsageError
 from nanprobe.lanes.arithmetic import arithmetic_of, subnormals_flushed
 from nanprobe.lanes.attention import written_out_here
 from nanprobe.lanes.backward import NodeWatch
@@ -22,12 +22,11 @@ from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, copy_model
 from nanprobe.lanes.masked import bad_only_where_masked
 from nanprobe.lanes.observer import Observer
-from nanprobe.lanes.operations import OperationWatch
-from nanprobe.lanes.shadow import ShadowWatch
+from nanprobe.lanes.operation_trace import OperationTrace, Stretch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.step import take_step
 from nanprobe.lanes.step_facts import StepFact
-from nanprobe.lanes.trace import IN_LOSS, BackwardOrigin, DriftFact, LaneTrace, OperationFact, Raised
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Operations, Raised
 from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors, named_tensors
@@ -125,6 +124,9 @@ class LaneRun:
         """Run the model and the loss on the lane's own copy of the batch; return the loss, None when there is none."""
         spec, lane = self.spec, self.lane
         batch = map_tensors(self._fit, spec.batch)
+        if lane.operations is not None:
+            for (name, exact), (_, tensor) in zip(named_tensors(spec.batch), named_tensors(batch), strict=True):
+                lane.operations.given(tensor, exact, "input", name)
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
         lane.thread = threading.get_ident()
         lane.ops_outside = 0
@@ -134,7 +136,7 @@ class LaneRun:
             if self._autocast
             else contextlib.nullcontext()
         )
-        with self.observer, autocast:
+        with self.observer, autocast, lane.tracing():
             output = lane.copied.model(*args, **kwargs)
             if self.kept_outputs is not None:
                 self.kept_outputs.extend(t.detach().clone() for _, t in named_tensors(output))
@@ -179,21 +181,47 @@ class LaneRun:
             parameter.grad = None
         return fits
 
-    def find_operations(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], OperationFact]:
-        """Run forward alone and return, by place, the operation that first made something bad of good operands."""
-        watch = OperationWatch({id(p): name for name, p in self.lane.copied.model.named_parameters()})
-        self.lane.operations, self.lane.places = watch, frozenset(places)
-        with self._context():
-            self._forward()
-        return watch.found
+    def trace_operations(self, *, shadows: bool, stretch: Stretch | None) -> Operations:
+        """Run the lane alone, through backward if it is replayed, and return what its operations did.
 
-    def find_drift(self, place: tuple[str, int], tolerance: float) -> DriftFact | None:
-        """Run forward alone and return the operation inside ``place`` that its drift comes from, None when none is."""
-        watch = ShadowWatch(tolerance)
-        self.lane.shadow, self.lane.places = watch, frozenset([place])
-        with self._context():
-            self._forward()
-        return watch.found
+        What was seen before the model's own code raised is returned as well.
+        """
+        trace = self.lane.operations = self._operation_trace(shadows=shadows, stretch=stretch)
+        try:
+            with self._context():
+                loss = self._forward()
+                if loss is not None and loss.requires_grad and self.spec.backward:
+                    self.lane.phase = "backward"
+                    with self._observed_if_needed(), trace:
+                        _backward(self._scaled(loss, self.scale))
+        except (MemoryError, NanprobeError):
+            raise
+        except Exception:  # the model's own: it is known from the replay that it does
+            return trace.result()
+        return trace.result()
+
+    def _operation_trace(self, *, shadows: bool, stretch: Stretch | None = None) -> OperationTrace:
+        lane, spec = self.lane, self.spec
+        trace = OperationTrace(
+            lambda: lane.phase,
+            lane.watch,
+            {id(p): name for name, p in lane.copied.model.named_parameters()},
+            shadows=shadows,
+            stretch=stretch,
+            local_error=spec.local_error,
+            batch_size=spec.batch_size,
+            batch_dim=spec.batch_dim,
+        )
+        if not self.is_reference:
+            exact = {**dict(spec.model.named_parameters()), **dict(spec.model.named_buffers())}
+            for kind, named in (
+                ("parameter", lane.copied.model.named_parameters()),
+                ("buffer", lane.copied.model.named_buffers()),
+            ):
+                for name, tensor in named:
+                    if name in exact:
+                        trace.given(tensor, exact[name], kind, name)
+        return trace
 
     def find_backward_origin(self) -> BackwardOrigin | None:
         """Run forward and backward alone and return the autograd node where a good gradient turned bad."""
@@ -205,14 +233,20 @@ class LaneRun:
             scaled = self._scaled(loss, self.scale)
             removers = self.lane.watch.watch(scaled)
             is_scaled = self.scale != 1.0
+            trace = self._operation_trace(shadows=False)
             try:
-                with self._observed_if_needed():
+                with self._observed_if_needed(), trace:
                     _backward(scaled, retain_graph=is_scaled)
             finally:
                 for remove in removers:
                     remove()
             origin = self.lane.watch.origin
-            if origin is None or not is_scaled:
+            if origin is None:
+                return None
+            ran = (fact for fact in trace.facts if fact.sequence == self.lane.watch.sequence)
+            last = trace.kernels.get(self.lane.watch.sequence) if self.lane.watch.sequence is not None else None
+            origin = dataclasses.replace(origin, kernel=next(ran, None), backward_op=last)
+            if not is_scaled:
                 return origin
             return dataclasses.replace(origin, fits_unscaled=self._fits(loss, 1.0) and self._good_unscaled(loss))
 
@@ -276,8 +310,7 @@ class LaneRun:
             found = find_loss(output)
             self.loss_found = found is not None
             return found
-        with self.lane.looking(IN_LOSS):
-            loss = spec.loss(output, batch)
+        loss = spec.loss(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"the loss function must return a scalar tensor, it returned {what}")

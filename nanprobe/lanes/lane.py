@@ -24,9 +24,8 @@ from nanprobe.lanes.frames import Frame, LaneSettings
 from nanprobe.lanes.gradients import GradientRecorder
 from nanprobe.lanes.lane_model import LaneModel
 from nanprobe.lanes.measures import MeasureBuilder
-from nanprobe.lanes.operations import OperationWatch
+from nanprobe.lanes.operation_trace import OperationTrace
 from nanprobe.lanes.placement import Placement
-from nanprobe.lanes.shadow import ShadowWatch
 from nanprobe.lanes.trace import Place, Raised
 from nanprobe.numerics.tree import named_tensors
 
@@ -70,9 +69,7 @@ class Lane:
         self._clock = 0
         self._last_outside: str | None = None
         self._in_twin = False
-        self.operations: OperationWatch | None = None
-        self.places: frozenset[tuple[str, int]] = frozenset()
-        self.shadow: ShadowWatch | None = None
+        self.operations: OperationTrace | None = None
         for path, module in copied.modules.items():
             module.__dict__["_compiled_call_impl"] = partial(self._visit, path, module)
 
@@ -171,7 +168,7 @@ class Lane:
             visit = self._visits[path]
             self._visits[path] += 1
         sequence = next_sequence()
-        with self.placement.around(path), self._visiting(path, visit, module), self.looking((path, visit)):
+        with self.placement.around(path), self._visiting(path, visit, module):
             output = _call(module, args, kwargs)
         self.placement.leave(path, output)
         self.watch.visited(sequence, next_sequence(), path, visit)
@@ -184,13 +181,9 @@ class Lane:
             return nullcontext()
         return self.operations.visiting(path, visit, type(module).__name__)
 
-    def looking(self, place: tuple[str, int]) -> AbstractContextManager[None]:
-        """Look at single operations while ``place`` runs, if it is one of those that were asked for."""
-        if place not in self.places:
-            return nullcontext()
-        if self.shadow is not None:
-            return self.shadow.inside()
-        return self.operations.inside(place) if self.operations is not None else nullcontext()
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Look at every operation, if the lane is run for that."""
+        return self.operations if self.operations is not None else nullcontext()
 
     def _elsewhere(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a visit in a thread that the model started: it must not wait for other lanes, which could wait for it."""

@@ -1,8 +1,7 @@
-"""From the visit to the operation: which dispatched operation inside it first made something bad of good operands.
+"""What can be told of one operation that made something non-finite of good operands.
 
-A lane in which a visit went bad is run once more, alone. Inside that visit every operation's result is looked at; the
-first bad one whose operands were good is evaluated again in FP64 on the very same operands, which tells what the
-result should have been: a finite value beyond the format, or nothing that any precision could hold.
+It is evaluated again in FP64 on the very same operands, which tells what the result should have been: a finite value
+beyond the format, or nothing that any precision could hold.
 
 -Inf that is put somewhere on purpose (a fill, a copy, a choice between two tensors) is no result of arithmetic and is
 passed over, and so is a mask's fill that rounds to -Inf while its row keeps a finite element.
@@ -10,20 +9,17 @@ passed over, and so is a mask's fill that rounds to -Inf while its row keeps a f
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanprobe.lanes.exact import evaluated, floating, operation_name, repeatable
 from nanprobe.lanes.trace import OperationFact
-from nanprobe.numerics.stats import format_of, is_finite, measure
-from nanprobe.numerics.tree import map_tensors, named_tensors
+from nanprobe.numerics.stats import format_of, measure
 
-__all__ = ["OperationWatch"]
+__all__ = ["look_at"]
 
 _PLACING = (
     "masked_fill", "fill", "full", "where", "copy", "index_put", "scatter", "clone", "tril", "triu", "slice_scatter",
@@ -36,79 +32,14 @@ _MAX_EXACT = 1 << 26
 """Elements of the largest operand or result that is evaluated again in FP64."""
 
 
-class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves __init_subclass__ untyped
-    """Looks at every operation while the place that :meth:`inside` names is running."""
+def look_at(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[torch.Tensor], bad: torch.Tensor
+) -> OperationFact | None:
+    """Return the fact of an operation that made ``bad`` of good ``operands``, None when it did not or meant to.
 
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        """``parameters`` names parameters by the identity of their tensors."""
-        super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
-        self.found: dict[tuple[str, int], OperationFact] = {}
-        self._parameters = parameters
-        self._place: tuple[str, int] | None = None
-        self._innermost: list[tuple[str, int, str]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare every operation the detour by which a mode is hidden from the compiler; lanes run eagerly."""
-        return False
-
-    @contextmanager
-    def visiting(self, path: str, visit: int, class_: str) -> Iterator[None]:
-        """Say which module's code is running; the innermost visit is the one that an operation belongs to."""
-        self._innermost.append((path, visit, class_))
-        try:
-            yield
-        finally:
-            self._innermost.pop()
-
-    @contextmanager
-    def inside(self, place: tuple[str, int]) -> Iterator[None]:
-        """Look at what runs here as part of ``place``; a place inside another one is looked at on its own account."""
-        outer, self._place = self._place, place
-        try:
-            if outer is None:
-                with self:
-                    yield
-            else:
-                yield
-        finally:
-            self._place = outer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one operation and look at its result; operands that it writes over are kept until then."""
-        kwargs = kwargs or {}
-        place = self._place
-        if place is None or place in self.found:
-            return func(*args, **kwargs)
-        kept = map_tensors(torch.clone, (args, kwargs)) if func._schema.is_mutable else (args, kwargs)
-        result = func(*args, **kwargs)
-        bad = next((t for t in _floating(result) if not is_finite(t)), None)
-        if bad is not None:
-            fact = _look(func, kept[0], kept[1], bad)
-            if fact is not None:
-                if fact.op == "aten._to_copy":
-                    fact = dataclasses.replace(fact, parameter=self._parameters.get(id(args[0])))
-                if self._innermost:
-                    path, visit, class_ = self._innermost[-1]
-                    fact = dataclasses.replace(fact, module=path, visit=visit, class_=class_)
-                self.found[place] = fact
-        return result
-
-
-def _floating(value: Any) -> list[torch.Tensor]:
-    return [t for _, t in named_tensors(value) if t.dtype.is_floating_point and not t.is_nested]
-
-
-def _name(func: Any) -> str:
-    return str(func._schema.name).replace("::", ".")
-
-
-def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.Tensor) -> OperationFact | None:
-    """Return the fact of an operation that made ``bad`` of good operands, None when it did not or meant to."""
-    name = _name(func)
-    operands = _floating((args, kwargs))
+    ``args`` and ``kwargs`` are as they were before it ran; ``operands`` are the floating tensors that it reads.
+    """
+    name = operation_name(func)
     stats = [measure(t) for t in operands]
     if any(s.nan or s.posinf for s in stats):
         return None
@@ -146,24 +77,15 @@ def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.T
 
 def _exact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.Tensor) -> torch.Tensor | None:
     """Evaluate the operation in FP64 on the same operands; None when there is no such kernel, or it is too large."""
-    if max([bad.numel(), *(t.numel() for t in _floating((args, kwargs)))]) > _MAX_EXACT:
+    if not repeatable(func) or max([bad.numel(), *(t.numel() for t in floating((args, kwargs)))]) > _MAX_EXACT:
         return None
-
-    def widen(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(torch.float64) if tensor.dtype.is_floating_point else tensor.detach().clone()
+        is_real = tensor.dtype.is_floating_point and not tensor.is_nested
+        return tensor.detach().to(torch.float64) if is_real else tensor.detach().clone()
 
-    try:
-        with torch.no_grad():
-            results = func(
-                *(widen(a) for a in map_tensors(wide, args)),
-                **{key: widen(value) for key, value in map_tensors(wide, kwargs).items()},
-            )
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
-    return next((t for t in _floating(results) if t.shape == bad.shape), None)
+    results = evaluated(func, args, kwargs, wide, torch.float64)
+    return next((t for t in results or () if t.shape == bad.shape), None)
 
 
 def _absmax(values: torch.Tensor) -> float | None:
@@ -176,7 +98,7 @@ def _row_survives(bad: torch.Tensor) -> bool:
     return bad.dim() > 0 and bool(torch.isfinite(bad).any(dim=-1).all())
 
 
-def _masked_rows(operands: list[torch.Tensor], bad: torch.Tensor) -> int:
+def _masked_rows(operands: Sequence[torch.Tensor], bad: torch.Tensor) -> int:
     """Count rows of an operand of the result's shape that are -Inf throughout, along any one dimension."""
     for operand in operands:
         if operand.shape != bad.shape:

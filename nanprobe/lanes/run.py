@@ -25,23 +25,23 @@ from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
+from nanprobe.lanes.operation_trace import Stretch
 from nanprobe.lanes.process_state import ProcessState, low_flags, reference_flags
 from nanprobe.lanes.scales import window_of
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.step_facts import ScaleWindow
-from nanprobe.lanes.trace import DriftFact, OperationFact, Trace
+from nanprobe.lanes.trace import Operations, Trace
 from nanprobe.numerics.autocast_regions import emulate_cuda
 from nanprobe.numerics.stats import difference, total_difference
 
 __all__ = [
-    "find_drift",
-    "find_operations",
     "has_compiled_parts",
     "largest_loss_scale",
     "output_holds_loss",
     "reference_noise",
     "replay_lanes",
     "scale_window",
+    "trace_operations",
 ]
 
 T = TypeVar("T")
@@ -262,32 +262,15 @@ def scale_window(spec: ReplaySpec, precision: str, trace: Trace) -> ScaleWindow 
         return None
 
 
-def find_operations(
-    spec: ReplaySpec, precision: str, places: Iterable[tuple[str, int]]
-) -> dict[tuple[str, int], OperationFact]:
-    """Run one lane alone and return the operation to blame at each of ``places``, where one could be found.
+def trace_operations(
+    spec: ReplaySpec, precision: str, *, shadows: bool = True, stretch: Stretch | None = None
+) -> Operations:
+    """Run one lane alone and return what its operations did; without ``shadows`` only where they went non-finite.
 
-    Nothing is found when the lane raises before its end: it is known from the replay that it does.
+    ``stretch`` bounds the shadows: from the beginning of one (module, visit) to the end of another. What was seen of a
+    lane that raises before its end is returned.
     """
-    wanted = frozenset(places)
-    if not wanted:
-        return {}
-    try:
-        return _alone(replace(spec, backward=False), precision, lambda run: run.find_operations(wanted))
-    except (MemoryError, NanprobeError):
-        raise
-    except Exception:  # the model's own; see above
-        return {}
-
-
-def find_drift(spec: ReplaySpec, precision: str, place: tuple[str, int], tolerance: float) -> DriftFact | None:
-    """Run one lane alone and return the operation that the drift of one visit comes from, None when none is found."""
-    try:
-        return _alone(replace(spec, backward=False), precision, lambda run: run.find_drift(place, tolerance))
-    except (MemoryError, NanprobeError):
-        raise
-    except Exception:  # the model's own; see above
-        return None
+    return _alone(spec, precision, lambda run: run.trace_operations(shadows=shadows, stretch=stretch))
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

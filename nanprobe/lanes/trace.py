@@ -5,6 +5,7 @@ The diagnosis is a pure function of these records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,12 @@ __all__ = [
     "IN_LOSS",
     "BackwardOrigin",
     "BadDetail",
-    "DriftFact",
     "Flip",
     "Health",
     "LaneTrace",
     "OperationFact",
+    "OperationRecord",
+    "Operations",
     "Place",
     "Raised",
     "SampleDetail",
@@ -155,7 +157,9 @@ class BackwardOrigin:
 
     ``op`` is the forward operation that the node is the derivative of, None for a function of the model's own.
     ``masked`` says that the incoming gradient is zero wherever the outgoing one is bad. ``fits_unscaled`` tells whether
-    all gradients are finite at loss scale 1; None when the scale is 1 already.
+    all gradients are finite at loss scale 1; None when the scale is 1 already. ``kernel`` is the
+    kernel of the node that made the first bad value of good operands, None when none did; ``backward_op`` names the
+    last that made a bad value, which is what the node hands on, whatever its operands.
     """
 
     module: str | None
@@ -167,6 +171,8 @@ class BackwardOrigin:
     op: str | None = None
     masked: bool = False
     fits_unscaled: bool | None = None
+    kernel: OperationFact | None = None
+    backward_op: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +186,11 @@ class OperationFact:
     holds -Inf or that a number given is infinite. ``constant`` is the largest finite number among its arguments.
     ``masked_rows`` counts rows of an operand that are -Inf throughout; ``parameter`` is
     the parameter that a cast was applied to; ``of_mask`` says that one holds zeros and
-    ones only.
+    ones only. ``phase`` is "forward", "loss" or "backward"; in backward ``sequence`` is the number of the autograd node
+    that ran it. ``inside`` are the visits around it, outermost first, the loss function as ``IN_LOSS``. ``call`` is the
+    public function behind it when it has another name. ``made_zero`` is the operation that flushed an operand to zero.
+    ``absorbed_by`` is the module and the operation in which what came of it first turned finite again. ``index`` is the
+    first bad element's, ``samples`` those that hold any.
     """
 
     module: str | None
@@ -200,20 +210,90 @@ class OperationFact:
     no_elements: bool
     constant: float | None
     parameter: str | None = None
+    phase: str = "forward"
+    inside: tuple[tuple[str, int], ...] = ()
+    sequence: int | None = None
+    call: str | None = None
+    made_zero: str | None = None
+    absorbed_by: tuple[str | None, str] | None = None
+    index: tuple[int, ...] | None = None
+    samples: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriftFact:
-    """The operation that a drift comes from (``op``) and the one in whose result it first shows (``seen_in``).
+class OperationRecord:
+    """One floating result of one dispatched operation: where it was made, of what, and how far off it is.
 
-    ``rel_error`` is that result's accumulated error against FP64 from the visit's inputs on, ``local_error`` the error
-    of the operation on its actual operands; both are relative 2-norms.
+    ``phase`` is "forward", "loss" or "backward"; or, for a tensor that was there before and that a cast rounded,
+    "parameter", "buffer" or "input", and ``parameter`` is its name. ``module``, ``visit`` and ``class_`` are those of
+    the innermost visit that ran it, in backward of the visit whose derivative it is part of; None outside every module.
+    ``inside`` are all visits around it, outermost first. ``op`` is the operation as dispatched without the overload;
+    in backward that of forward, and ``backward_op`` the kernel that ran. ``operands`` are the numbers of the records
+    that made its operands.
+
+    ``size``, ``error`` and ``local`` are 2-norms: of the FP64 shadow, of the distance from it (the accumulated error),
+    and of the distance from what the operation gives on its actual operands. ``error`` is infinite where the result is
+    non-finite and the shadow is not. None where no shadow could be had: ``note`` says why. ``flushed`` elements are
+    zero here and not in the shadow. ``absorbed`` is the share of the smaller operand of a sum, by 2-norm, that the
+    result lacks; ``rounded`` pairs constants among the arguments with what the format holds of them.
     """
 
+    order: int
+    phase: str
+    module: str | None
+    visit: int | None
+    class_: str | None
     op: str
-    seen_in: str
-    rel_error: float
-    local_error: float | None
+    dtype: str
+    elements: int
+    call: str | None = None
+    backward_op: str | None = None
+    parameter: str | None = None
+    inside: tuple[tuple[str, int], ...] = ()
+    operands: tuple[int, ...] = ()
+    size: float | None = None
+    error: float | None = None
+    local: float | None = None
+    flushed: int = 0
+    bad: int = 0
+    absorbed: float | None = None
+    of_integers: bool = False
+    rounded: tuple[tuple[float, float], ...] = ()
+    note: str | None = None
+
+    @property
+    def rel_error(self) -> float | None:
+        """The accumulated error as a ratio of 2-norms: 0/0 is 0, x/0 is infinite."""
+        return _ratio(self.error, self.size)
+
+    @property
+    def local_error(self) -> float | None:
+        """The operation's own error on its actual operands, as a ratio of 2-norms."""
+        return _ratio(self.local, self.size)
+
+
+def _ratio(error: float | None, size: float | None) -> float | None:
+    if error is None or size is None:
+        return None
+    return error / size if size else (math.inf if error else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """What the operation trace of one lane saw: origins of non-finite values, and a record per result.
+
+    ``facts`` and ``records`` are in execution order; a record's ``order`` is its position. ``whole`` says that every
+    operation was shadowed, not only a stretch of them. ``notes`` say what could not be looked into, with counts.
+    """
+
+    facts: tuple[OperationFact, ...] = ()
+    records: tuple[OperationRecord, ...] = ()
+    whole: bool = True
+    notes: tuple[str, ...] = ()
+
+    def first_in(self, place: tuple[str, int]) -> OperationFact | None:
+        """Return the first origin inside a visit (or the loss function), None when there is none."""
+        return next((fact for fact in self.facts if place in fact.inside), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from typing import Any
 from nanprobe.config import Config, Settings
 from nanprobe.diagnose.before import StoredFault, stored_faults
 from nanprobe.diagnose.findings import apply_ignores, findings
-from nanprobe.diagnose.lane import LaneDiagnosis, diagnose_lane
+from nanprobe.diagnose.lane import diagnose_lane
 from nanprobe.diagnose.noise import not_deterministic, unsettled, without_noise, worth_repeating
-from nanprobe.diagnose.operation import diverging_place, needs_earlier, places_to_trace, with_drift, with_operations
 from nanprobe.diagnose.reproduction import not_reproduced
 from nanprobe.diagnose.rows import coverage, gradient_rows, visit_rows
 from nanprobe.diagnose.step import step_findings, with_step, with_window
@@ -26,14 +25,14 @@ from nanprobe.inputs.device import check_device
 from nanprobe.inputs.mismatch import explain_forward_error
 from nanprobe.inputs.model import check_values
 from nanprobe.lanes.lane_model import kept_paths
-from nanprobe.lanes.run import find_drift, find_operations, has_compiled_parts, reference_noise
+from nanprobe.lanes.run import has_compiled_parts, reference_noise
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
-from nanprobe.lanes.trace import BackwardOrigin
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.pipeline.conditions import conditions, environment
 from nanprobe.pipeline.scaling import decide_backward, with_loss_scale, with_scale_window
 from nanprobe.pipeline.subject import Subject, load_subject
+from nanprobe.pipeline.tracing import to_operations
 from nanprobe.progress import SILENT, Progress
 from nanprobe.records import ReplayReport, Tool
 from nanprobe.version import __version__
@@ -156,10 +155,8 @@ def run_replay(
     if operations:
         began = time.perf_counter()
         lanes = {reference: trace.reference, **trace.lanes}
-        diagnoses = {
-            name: _to_operations(spec, name, diagnosis, lanes[name].backward_origin)
-            for name, diagnosis in diagnoses.items()
-        }
+        diagnoses = {name: to_operations(spec, lanes[name], diagnosis) for name, diagnosis in diagnoses.items()}
+        notes.extend(note for diagnosis in diagnoses.values() for note in diagnosis.notes)
         timings["trace"] = time.perf_counter() - began
     by_name = {reference: trace.reference, **trace.lanes}
     diagnoses = {name: with_step(trace, by_name[name], diagnosis) for name, diagnosis in diagnoses.items()}
@@ -196,21 +193,6 @@ def run_replay(
         coverage=coverage(trace),
     )
     return replace(report, exit_code=verdict_exit_code(report))
-
-
-def _to_operations(
-    spec: ReplaySpec, name: str, diagnosis: LaneDiagnosis, backward: BackwardOrigin | None
-) -> LaneDiagnosis:
-    """Go down from the visits that a diagnosis names to the operations in them, by running the lane again."""
-    operations = find_operations(spec, name, places_to_trace(diagnosis))
-    earlier = None
-    if needs_earlier(diagnosis, operations):
-        earlier = find_operations(spec, name, [("", 0)]).get(("", 0))
-    named = with_operations(diagnosis, operations, earlier=earlier, backward=backward)
-    place = diverging_place(diagnosis)
-    if place is None or diagnosis.divergence is None or diagnosis.divergence.tolerance is None:
-        return named
-    return with_drift(named, find_drift(spec, name, place, diagnosis.divergence.tolerance))
 
 
 def _explained(failure: LaneFailure) -> NanprobeError:

@@ -336,7 +336,8 @@ def _place(report: ReplayReport, place: FirstBad | Divergence, ink: Ink) -> str:
             if words := between_words(place, ink):
                 where += f", {words}"
     if place.op:
-        where += f", operation {ink.name(place.op)}"
+        called = f" ({place.call})" if isinstance(place, FirstBad) and place.call else ""
+        where += f", operation {ink.name(place.op)}{called}"
     if place.phase == "backward":
         where = f"the backward pass of {where}"
         if parameter:
