@@ -330,7 +330,9 @@ def test_a_replay_that_could_not_complete_stays_3(engine: Engine) -> None:
 
 
 def test_notes_go_to_stderr_unless_quiet(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "nanprobe.yaml").write_text(CONFIG.replace("{factory: toy.py:build}", "{factory: toy.py:build, kwargs: {bias: off}}"))
+    (tmp_path / "nanprobe.yaml").write_text(
+        CONFIG.replace("{factory: toy.py:build}", "{factory: toy.py:build, kwargs: {bias: off}}")
+    )
     engine.act = lambda progress: progress.note("attention: \x1b[0m weights")
     main(["replay"])
     err = capsys.readouterr().err.splitlines()

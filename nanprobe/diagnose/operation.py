@@ -97,7 +97,8 @@ def with_drift(diagnosis: LaneDiagnosis, drift: Drift) -> LaneDiagnosis:
     if origin is None:
         named = dataclasses.replace(divergence, explanation=explained)
         return dataclasses.replace(diagnosis, divergence=named, evidence=drift.evidence)
-    mechanism = drift.mechanism or divergence.mechanism
+    lost = divergence.mechanism == "gradient-underflow"
+    mechanism = divergence.mechanism if lost else drift.mechanism or divergence.mechanism
     where = divergence.module or "the model itself"
     named = dataclasses.replace(
         divergence, op=origin.op or None, backward_op=origin.backward_op, mechanism=mechanism, explanation=explained
