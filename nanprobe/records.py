@@ -264,12 +264,12 @@ class Step:
 
     ``gradient_norm`` is the 2-norm of the unscaled gradients (FP64), ``total_norm`` what clipping computed in the
     gradients' own dtype, ``clip_coefficient`` what it multiplied them by. ``zero_share`` is the share of gradient
-    elements that are zero. ``taken`` says whether the optimizer stepped, ``skipped`` that non-finite gradients kept it
-    from that. ``elements`` are those of the parameters that have a gradient; ``changed`` are different afterwards,
-    ``moved`` should be in FP32, ``lost`` should be and are not. ``loss_scale`` and ``next_scale`` are the gradient
-    scaler's before and after, None without one; ``scale_window`` is [smallest, largest] of the powers of two that
-    neither lose more than ``window_share`` of the elements nor overflow, [] when there is none, None when it was not
-    looked for. ``error`` is what clipping or the step raised.
+    elements that are zero. ``taken`` says whether the optimizer stepped, ``skipped`` that a gradient scaler keeps it
+    from that, because gradients are non-finite. ``elements`` are those of the parameters that have a gradient;
+    ``changed`` are different afterwards, ``moved`` should be in FP32, ``lost`` should be and are not. ``loss_scale``
+    and ``next_scale`` are the gradient scaler's before and after, None without one; ``scale_window`` is [smallest,
+    largest] of the powers of two that neither lose more than ``window_share`` of the elements nor overflow, [] when
+    there is none, None when it was not looked for. ``error`` is what clipping or the step raised.
     """
 
     gradient_norm: float | None = None

@@ -259,7 +259,7 @@ def with_window(found: Sequence[Finding], lanes: Mapping[str, LaneTrace]) -> tup
     def widened(finding: Finding) -> Finding:
         lane = lanes.get(finding.precision or "")
         window = lane.scale_window if lane is not None else None
-        if window is None or finding.mechanism not in ("loss-scale-overflow", "gradient-underflow"):
+        if lane is None or window is None or finding.mechanism not in ("loss-scale-overflow", "gradient-underflow"):
             return finding
         evidence = {
             **finding.evidence,
@@ -267,9 +267,26 @@ def with_window(found: Sequence[Finding], lanes: Mapping[str, LaneTrace]) -> tup
             "scale_window": list(_bounds(window)),
             "window_share": window.share,
         }
-        return dataclasses.replace(finding, evidence=evidence, message=f"{finding.message}; {_window_words(window)}")
+        return dataclasses.replace(
+            finding,
+            evidence=evidence,
+            message=f"{finding.message}; {_window_words(window)}",
+            remedies=_for_window(window, lane.loss_scale, finding),
+        )
 
     return tuple(widened(finding) for finding in found)
+
+
+def _for_window(window: ScaleWindow, scale: float, finding: Finding) -> tuple[Remedy, ...]:
+    """Return what to do about the loss scale: the first scale that serves, or FP32 and BF16 where none does."""
+    if not window.is_open or window.largest is None:
+        return (Remedy(kind="use-bf16", text="Run in bf16, which needs no loss scale"), *finding.remedies)
+    if window.largest < scale:
+        return (Remedy(kind="lower-loss-scale", text=f"Lower the loss scale to {window.largest:,.0f}"),)
+    if scale == 1.0:
+        text = f"Scale the loss, as a gradient scaler does; {_window_words(window)}"
+        return (Remedy(kind="enable-loss-scaling", text=text),)
+    return (Remedy(kind="raise-loss-scale", text=f"Raise the loss scale to {window.largest:,.0f}"),)
 
 
 def _bounds(window: ScaleWindow) -> tuple[float, ...]:
@@ -293,11 +310,9 @@ def _window_words(window: ScaleWindow) -> str:
 
 def step_of_lane(lane: LaneTrace) -> Step | None:
     """Return a lane's step as the report has it, None when nothing was done with its gradients."""
-    window = lane.scale_window
-    step = lane.step
-    if step is None and window is None:
+    window, step = lane.scale_window, lane.step
+    if step is None:
         return None
-    step = step or StepFact(gradient_norm=lane.gradient_norm, elements=0, zero_share=0.0, finite=True, skipped=False)
     return Step(
         gradient_norm=step.gradient_norm,
         total_norm=step.total_norm,

@@ -24,7 +24,7 @@ from nanprobe.lanes.masked import bad_only_where_masked
 from nanprobe.lanes.observer import Observer
 from nanprobe.lanes.operation_trace import OperationTrace, Stretch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
-from nanprobe.lanes.step import take_step
+from nanprobe.lanes.step import StepSpec, take_step
 from nanprobe.lanes.step_facts import StepFact
 from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Operations, Raised
 from nanprobe.numerics.autocast_regions import as_on_cuda
@@ -346,14 +346,13 @@ class LaneRun:
         self.gradient_norm = math.sqrt(squares) if finite else math.nan
         self.gradient_rel_error = total_difference(diffs).rel_error
         del named, references
-        if self.spec.step is not None:
-            self.step = take_step(
-                lane.copied.model,
-                self.spec.step,
-                scale=self.scale,
-                scaled=self.precision == "fp16" and self.scale != 1.0,
-                gradient_norm=self.gradient_norm,
-            )
+        self.step = take_step(
+            lane.copied.model,
+            self.spec.step or StepSpec(),
+            self.gradients,
+            scale=self.scale,
+            scaled=self.precision == "fp16" and self.scale != 1.0,
+        )
         for parameter in lane.copied.model.parameters():
             parameter.grad = None
 

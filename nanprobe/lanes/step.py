@@ -22,6 +22,7 @@ from nanprobe.lanes.step_facts import ParameterStep, StepFact, StepOrigin
 from nanprobe.numerics.stats import is_finite, measure
 from nanprobe.numerics.tree import map_tensors, named_tensors
 from nanprobe.out_of_memory import is_out_of_memory
+from nanprobe.records import Gradient
 
 __all__ = ["StepSpec", "take_step"]
 
@@ -45,37 +46,44 @@ class StepSpec:
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
-def take_step(model: nn.Module, spec: StepSpec, *, scale: float, scaled: bool, gradient_norm: float | None) -> StepFact:
+def take_step(
+    model: nn.Module, spec: StepSpec, measured: Mapping[str, Gradient], *, scale: float, scaled: bool
+) -> StepFact:
     """Unscale by ``scale``, check, clip and step; ``scaled`` says that the lane trains with a gradient scaler.
 
-    The parameters of ``model`` are changed. ``gradient_norm`` is the 2-norm of all unscaled gradients, in FP64.
+    ``measured`` are the gradients' figures by parameter. The parameters of ``model`` and their gradients are changed.
     """
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-    gradients = [p.grad for p in named.values() if p.grad is not None]
-    finite = all(is_finite(g) for g in gradients)
-    elements = sum(g.numel() for g in gradients)
-    zeros = sum(measure(g).zero for g in gradients)
+    finite = not any(g.nan or g.posinf or g.neginf for g in measured.values())
+    elements = sum(p.numel() for p in named.values())
+    norms = [g.norm for g in measured.values() if g.norm is not None]
     fact = StepFact(
-        gradient_norm=gradient_norm,
+        gradient_norm=math.sqrt(sum(norm * norm for norm in norms)) if finite and norms else None,
         elements=elements,
-        zero_share=zeros / elements if elements else 0.0,
+        zero_share=sum(g.zero for g in measured.values()) / elements if elements else 0.0,
         finite=finite,
-        skipped=not finite,
+        skipped=scaled and not finite,
         loss_scale=scale if scaled else None,
         next_scale=_next_scale(scale, spec.scaler, finite=finite) if scaled else None,
-        refused=tuple(n for n, p in named.items() if p.dtype is torch.float16) if scaled else (),
+        refused=_refused(named) if scaled and spec.make is not None else (),
     )
-    if not finite or not named:
+    if not finite or not named or (spec.clip_grad_norm is None and spec.make is None):
         return fact
     with torch.no_grad(), torch.autocast(next(iter(named.values())).device.type, enabled=False):
         if scale != 1.0:
-            for gradient in gradients:
-                gradient.mul_(1.0 / scale)
+            for parameter in named.values():
+                assert parameter.grad is not None
+                parameter.grad.mul_(1.0 / scale)
         if spec.clip_grad_norm is not None:
             fact = _clip(named, spec.clip_grad_norm, fact)
         if spec.make is not None:
             fact = _step(named, spec, spec.make, fact)
     return fact
+
+
+def _refused(named: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Return the parameters whose gradients a gradient scaler refuses to unscale."""
+    return tuple(name for name, parameter in named.items() if parameter.dtype is torch.float16)
 
 
 def _next_scale(scale: float, state: Mapping[str, Any], *, finite: bool) -> float:

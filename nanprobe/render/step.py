@@ -11,12 +11,10 @@ __all__ = ["step_lines"]
 
 
 def step_lines(report: ReplayReport, ink: Ink) -> list[str]:
-    """Return one line for each precision whose gradients were clipped, stepped on or asked about their loss scale."""
-    return [
-        f"{spoken(report, name)}: {'; '.join(words)}"
-        for name, result in report.precisions.items()
-        if result.step is not None and (words := _words(result.step, ink))
-    ]
+    """Return one line for each precision, if gradients were clipped or stepped on or a loss scale was looked for."""
+    steps = {name: result.step for name, result in report.precisions.items() if result.step is not None}
+    asked = any(s.total_norm is not None or s.taken or s.error or s.scale_window is not None for s in steps.values())
+    return [f"{spoken(report, name)}: {'; '.join(_words(step, ink))}" for name, step in steps.items() if asked]
 
 
 def _words(step: Step, ink: Ink) -> list[str]:
@@ -25,12 +23,14 @@ def _words(step: Step, ink: Ink) -> list[str]:
         words.append(ink.prose(step.error))
     if step.total_norm is not None:
         words.append(f"total gradient norm {numbers.magnitude(step.total_norm)}, {_clipped(step.clip_coefficient)}")
-    elif step.gradient_norm is not None and (step.taken or step.skipped):
+    elif step.gradient_norm is not None:
         words.append(f"total gradient norm {numbers.magnitude(step.gradient_norm)}")
+    else:
+        words.append("gradients are NaN or Inf")
     if step.zero_share:
         words.append(f"{_share(step.zero_share)} of the gradient elements are zero")
     if step.skipped:
-        words.append("the step is skipped, because gradients are NaN or Inf")
+        words.append("a gradient scaler skips the step")
     elif step.taken:
         words.append(f"the step changes {numbers.of(step.changed, step.elements)}")
         if step.lost:

@@ -17,7 +17,7 @@ from nanprobe.errors import UsageError
 from nanprobe.inputs.optimizer import build_optimizer, optimizer_state
 from nanprobe.lanes.scales import HIGHEST, window_of
 from nanprobe.lanes.step import StepSpec, take_step
-from nanprobe.records import Finding, Step
+from nanprobe.records import Finding, Gradient, Step
 from nanprobe.report import Report
 from tests.lanes.support import mean_square, rules, untouched
 
@@ -261,13 +261,27 @@ def with_gradients(model: nn.Module, factor: float = 1.0) -> nn.Module:
     return model
 
 
+def figures(model: nn.Module) -> dict[str, Gradient]:
+    """What the lane measures of the gradients before the step."""
+    return {
+        name: Gradient(
+            norm=float(p.grad.double().norm()),
+            absmax=None,
+            posinf=int(torch.isposinf(p.grad).sum()),
+            zero=int((p.grad == 0).sum()),
+        )
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam"])
 def test_the_step_is_pytorchs_own(name: str) -> None:
     ours, theirs = with_gradients(net()), with_gradients(net())
     made = build_optimizer(optimizer(name, lr=1e-2))
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
     getattr(torch.optim, name)(theirs.parameters(), lr=1e-2).step()
-    fact = take_step(ours, StepSpec(clip_grad_norm=0.1, make=made), scale=1.0, scaled=False, gradient_norm=None)
+    fact = take_step(ours, StepSpec(clip_grad_norm=0.1, make=made), figures(ours), scale=1.0, scaled=False)
     assert fact.stepped
     assert fact.error is None
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -278,7 +292,7 @@ def test_the_step_is_pytorchs_own(name: str) -> None:
 def test_gradients_are_unscaled_before_they_are_clipped() -> None:
     ours, theirs = with_gradients(net(), 1024.0), with_gradients(net())
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-    take_step(ours, StepSpec(clip_grad_norm=0.1), scale=1024.0, scaled=True, gradient_norm=None)
+    take_step(ours, StepSpec(clip_grad_norm=0.1), figures(ours), scale=1024.0, scaled=True)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
 
@@ -297,10 +311,37 @@ def test_the_next_scale_is_the_scalers(state: dict[str, Any], finite: bool, expe
     model = with_gradients(net())
     if not finite:
         next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]  # there is one
-    fact = take_step(model, StepSpec(scaler=state), scale=1024.0, scaled=True, gradient_norm=None)
+    fact = take_step(model, StepSpec(scaler=state), figures(model), scale=1024.0, scaled=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.load_state_dict({**scaler.state_dict(), **state})
     assert fact.next_scale == expected
+
+
+def test_the_figures_that_training_logs_are_there_without_an_optimizer() -> None:
+    report = replay(net(), batch(), "fp16")
+    here = step(report, "fp16")
+    assert here.gradient_norm == pytest.approx(report.precisions["fp16"].gradient_norm)
+    assert (here.taken, here.skipped, here.total_norm) == (False, False, None)
+    assert here.loss_scale == here.next_scale == report.precisions["fp16"].loss_scale
+    assert "Step\n" not in report.render()
+
+
+def test_without_a_gradient_scaler_nothing_is_skipped() -> None:
+    model = with_gradients(net())
+    next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]  # there is one
+    made = build_optimizer(optimizer("SGD", lr=1e-2))
+    fact = take_step(model, StepSpec(make=made), figures(model), scale=1.0, scaled=False)
+    assert (fact.finite, fact.skipped, fact.stepped, fact.next_scale) == (False, False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("factor", "scale", "kind"),
+    [(4.0, 2.0**20, "lower-loss-scale"), (1e-9, 1.0, "enable-loss-scaling"), (1e-9, 4.0, "raise-loss-scale")],
+)
+def test_the_remedy_is_a_scale_that_serves(factor: float, scale: float, kind: str) -> None:
+    report = replay(Scaled(), torch.ones(1, 8), "fp16", loss=summed(factor), loss_scale=scale)
+    offered = [remedy for f in report.findings for remedy in f.remedies]
+    assert kind in [remedy.kind for remedy in offered]
 
 
 def test_frozen_and_tied_parameters_step_once() -> None:
@@ -369,7 +410,7 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     made = build_optimizer(optimizer("mine.py:Mine", lr=0.5), tmp_path)
     model = with_gradients(net())
     model[0].weight.grad[:] = 0.0  # type: ignore[index]  # a Sequential
-    fact = take_step(model, StepSpec(make=made), scale=1.0, scaled=False, gradient_norm=None)
+    fact = take_step(model, StepSpec(make=made), figures(model), scale=1.0, scaled=False)
     assert fact.origin is not None
     assert fact.parameters[0].bad == 256
 
@@ -397,9 +438,9 @@ def test_the_state_of_a_bundle_is_stepped_from() -> None:
     take_step(
         with_gradients(ours),
         StepSpec(make=build_optimizer(optimizer("Adam", lr=1e-2)), state=state),
+        figures(ours),
         scale=1.0,
         scaled=False,
-        gradient_norm=None,
     )
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
