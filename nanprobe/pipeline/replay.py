@@ -131,6 +131,8 @@ def run_replay(
     try:
         notes = list(subject.notes)
         spec = replace(spec, backward=decide_backward(spec, settings, timings))
+        if spec.step is not None and not spec.backward:
+            notes.append("no step was taken: `optimizer` and `clip_grad_norm` need a loss and a backward pass")
         trace, scale_notes = with_loss_scale(spec, settings, timings)
         trace = with_scale_window(spec, trace, timings)
         notes.extend(scale_notes)

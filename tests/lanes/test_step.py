@@ -326,6 +326,12 @@ def test_the_figures_that_training_logs_are_there_without_an_optimizer() -> None
     assert "Step\n" not in report.render()
 
 
+def test_an_optimizer_without_a_loss_is_told() -> None:
+    report = nanprobe.replay(net(), batch(), dtype="bf16", optimizer=optimizer("SGD", lr=1e-2))
+    assert any("no step was taken" in note for note in report.record.conditions["notes"])
+    assert report.precisions["bf16"].step is None
+
+
 def test_without_a_gradient_scaler_nothing_is_skipped() -> None:
     model = with_gradients(net())
     next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]  # there is one
