@@ -142,7 +142,7 @@ def _is_division(op: str) -> bool:
 
 def _lost(trace: Trace, lane: LaneTrace) -> Divergence | None:
     """Return the lost updates as a divergence, at the first parameter that stands still; None when most arrive."""
-    share = _lost_share(lane.step)
+    share = _lost_share(trace, lane)
     if lane.step is None or share is None or share < LOST_SHARE:
         return None
     still = [p for p in lane.step.parameters if p.moved and p.lost >= LOST_SHARE * p.moved]
@@ -163,9 +163,12 @@ def _lost(trace: Trace, lane: LaneTrace) -> Divergence | None:
     )
 
 
-def _lost_share(step: StepFact | None) -> float | None:
-    """Return the share of the elements that should move and do not, None when none should or nothing was stepped."""
+def _lost_share(trace: Trace, lane: LaneTrace) -> float | None:
+    """Return the share of the elements that should move and do not, None when none should or it cannot be told."""
+    step, there = lane.step, trace.reference.step
     if step is None or any(p.bad for p in step.parameters):
+        return None
+    if there is not None and not all(p.by_itself for p in there.parameters):
         return None
     moved = sum(p.moved for p in step.parameters)
     return sum(p.lost for p in step.parameters) / moved if moved else None
@@ -205,7 +208,7 @@ def step_findings(trace: Trace) -> tuple[Finding, ...]:
             )
         if step.refused:
             found.append(_refused(lane, step))
-        share = _lost_share(step)
+        share = _lost_share(trace, lane)
         if share is not None and share >= WARNED_SHARE and lane is not trace.reference:
             found.append(_update_underflow(lane, step, share))
     return tuple(found)

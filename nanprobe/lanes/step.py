@@ -169,8 +169,12 @@ def _judged(
     exact = _exact_update(before, parameter.grad, make, state)
     moved = lost = 0
     largest: float | None = None
+    agrees = True
     if exact is not None:
         wide = before.to(torch.float64)
+        if after.dtype is torch.float32 and not stats.bad:
+            apart = torch.linalg.vector_norm(after.to(torch.float64) - wide - exact)
+            agrees = bool(apart <= _ALIKE * torch.linalg.vector_norm(exact) + _spacing(wide))
         # An update that FP32 weights would round away as well is no fault of this format.
         moves = (wide + exact).to(torch.float32) != before.to(torch.float32)
         moved = int(torch.count_nonzero(moves))
@@ -192,7 +196,18 @@ def _judged(
         update_absmax=largest,
         weight_absmax=stats.absmax,
         op=op,
+        by_itself=agrees,
     )
+
+
+_ALIKE = 0.1
+"""How far FP32's update of a parameter may be from FP64's (2-norm, relative) if parameters are treated one by one."""
+
+
+def _spacing(weights: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm of what rounding each new weight to FP32 may add."""
+    size: torch.Tensor = torch.linalg.vector_norm(weights)
+    return size * torch.finfo(torch.float32).eps
 
 
 def _exact_update(

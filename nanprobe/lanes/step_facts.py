@@ -33,7 +33,8 @@ class ParameterStep:
 
     ``moved`` are those that the exact update (FP64) changes in FP32, ``lost`` those among them that are the same as
     before; ``update_absmax`` is the largest exact update, ``weight_absmax`` the largest weight. ``op`` wrote the
-    parameter last.
+    parameter last. ``by_itself`` is false when FP32's update is another than FP64's of this parameter alone: the
+    optimizer then mixes parameters, and ``moved`` and ``lost`` mean nothing.
     """
 
     parameter: str
@@ -49,6 +50,7 @@ class ParameterStep:
     update_absmax: float | None
     weight_absmax: float | None
     op: str | None
+    by_itself: bool = True
 
     @property
     def bad(self) -> int:

@@ -128,6 +128,25 @@ def test_updates_below_half_the_spacing_are_lost() -> None:
     assert step(report, "fp32").lost == 0
 
 
+def test_an_optimizer_that_mixes_parameters_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "joint.py").write_text(
+        "import torch\n"
+        "class Joint(torch.optim.Optimizer):\n"
+        "    def __init__(self, params):\n"
+        "        super().__init__(params, {})\n"
+        "    @torch.no_grad()\n"
+        "    def step(self, closure=None):\n"
+        "        every = [p for g in self.param_groups for p in g['params']]\n"
+        "        size = sum(float(p.grad.abs().sum()) for p in every)\n"
+        "        for p in every:\n"
+        "            p.sub_(1e-5 * size / len(every) ** 2 * p.grad.sign())\n"
+    )
+    spec = optimizer(f"{tmp_path / 'joint.py'}:Joint")
+    report = replay(large_weights(), batch(), "bf16", mode="cast", optimizer=spec)
+    assert step(report, "bf16").taken
+    assert "update-underflow" not in rules(report)
+
+
 @pytest.mark.parametrize("mode", ["autocast", "cast"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_healthy_step_is_no_error(mode: str, dtype: str) -> None:
