@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import decoder
-from nanprobe.lanes.body import LaneRun
-from nanprobe.lanes.run import _put_back
-from nanprobe.lanes.spec import ReplaySpec
+from benchmarks.turns import lane_alone, medians, spec_of
 
 BOUND = 1.3
 """What the FP16 lane may take, in multiples of the plain FP32 run."""
@@ -67,38 +64,17 @@ def measured(subject: tuple[Any, dict[str, torch.Tensor], Loss], rounds: int) ->
         return took
 
     def lane(mode: str) -> float:
-        spec = ReplaySpec(
-            model=model,
-            batch=batch,
-            bind=lambda model, batch: ((), batch),
-            precisions=("fp16",),
-            loss=loss,
-            mode=mode,
-            train=True,
-            backward=True,
-        )
-        with _put_back(spec):
-            run = LaneRun(spec, "fp16", None, is_reference=False)
-            with run._context():
-                began = time.process_time()
-                value = run._forward()
-                with run._observed_if_needed():
-                    (value.float() * 1024).backward()
-                return time.process_time() - began
+        return lane_alone(spec_of(model, batch, loss, "fp16", mode=mode), scale=1024, clock=time.process_time)
 
-    runs: dict[str, Callable[[], float]] = {
-        "plain FP32": lambda: plain(False),
-        "PyTorch's own FP16 autocast": lambda: plain(True),
-        "FP16 lane, autocast": lambda: lane("autocast"),
-        "FP16 lane, cast": lambda: lane("cast"),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            took = run()
-            if number:
-                seconds[name].append(took)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return medians(
+        {
+            "plain FP32": lambda: plain(False),
+            "PyTorch's own FP16 autocast": lambda: plain(True),
+            "FP16 lane, autocast": lambda: lane("autocast"),
+            "FP16 lane, cast": lambda: lane("cast"),
+        },
+        rounds,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

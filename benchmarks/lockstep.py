@@ -12,17 +12,12 @@ comparing costs is therefore also set against plain FP32 plus the BF16 lane run 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 import nanprobe
 from benchmarks import decoder
-from nanprobe.lanes.body import LaneRun
-from nanprobe.lanes.run import _put_back
-from nanprobe.lanes.spec import ReplaySpec
+from benchmarks.turns import lane_alone, medians, spec_of, timed
 
 BOUNDS = {"with local error": 1.6, "without local error": 1.3}
 """What the replay may take, in multiples of the sum of the plain runs."""
@@ -47,41 +42,16 @@ def measured(rounds: int) -> dict[str, float]:
         if not all(result.completed for result in report.precisions.values()):
             raise SystemExit(f"a lane did not finish: {report.precisions}")
 
-    def alone() -> None:
-        spec = ReplaySpec(
-            model=model,
-            batch=batch,
-            bind=lambda model, batch: ((), batch),
-            precisions=("bf16",),
-            loss=decoder.loss,
-            mode="autocast",
-            train=True,
-            backward=True,
-        )
-        with _put_back(spec):
-            run = LaneRun(spec, "bf16", None, is_reference=False)
-            with run._context():
-                loss = run._forward()
-                assert loss is not None
-                with run._observed_if_needed():
-                    loss.float().backward()
-            run.lane.detach()
-
-    runs: dict[str, Callable[[], None]] = {
-        "plain FP32": lambda: plain(False),
-        "plain BF16": lambda: plain(True),
-        "BF16 lane alone": alone,
-        "with local error": lambda: replay(True),
-        "without local error": lambda: replay(False),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(rounds + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return medians(
+        {
+            "plain FP32": timed(lambda: plain(False)),
+            "plain BF16": timed(lambda: plain(True)),
+            "BF16 lane alone": lambda: lane_alone(spec_of(model, batch, decoder.loss, "bf16")),
+            "with local error": timed(lambda: replay(True)),
+            "without local error": timed(lambda: replay(False)),
+        },
+        rounds,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

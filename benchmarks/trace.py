@@ -9,7 +9,6 @@ Memory is the peak of the process beyond what it held before (RssAnon, sampled),
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import threading
@@ -21,8 +20,8 @@ import torch
 
 import nanprobe
 from benchmarks import decoder
+from benchmarks.turns import medians, spec_of, timed
 from nanprobe.lanes.run import trace_operations
-from nanprobe.lanes.spec import ReplaySpec
 
 BOUNDS = {"with local error": 6.0, "without local error": 3.5}
 """What a trace may take, in multiples of the plain run."""
@@ -42,16 +41,7 @@ def runs() -> dict[str, Callable[[], None]]:
         model.zero_grad(set_to_none=True)
 
     def trace(local_error: bool) -> None:
-        spec = ReplaySpec(
-            model=model,
-            batch=batch,
-            bind=lambda _, value: ((), value),
-            precisions=("bf16",),
-            loss=decoder.loss,
-            train=True,
-            backward=True,
-            local_error=local_error,
-        )
+        spec = spec_of(model, batch, decoder.loss, "bf16", local_error=local_error)
         if not trace_operations(spec, "bf16").records:
             raise SystemExit("nothing was traced")
 
@@ -64,15 +54,7 @@ def runs() -> dict[str, Callable[[], None]]:
 
 def measured(rounds: int) -> dict[str, float]:
     """Return the median seconds of each, after one round that is not counted."""
-    known = runs()
-    seconds: dict[str, list[float]] = {name: [] for name in known}
-    for round_ in range(rounds + 1):
-        for name, run in known.items():
-            start = time.perf_counter()
-            run()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return medians({name: timed(run) for name, run in runs().items()}, rounds)
 
 
 def resident() -> int:
