@@ -103,16 +103,15 @@ def _run(
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
         raise UsageError(f"no such setting '{unknown[0]}'; {suggestion(unknown[0], Settings.__slots__)}")
-    if isinstance(settings.get("optimizer"), Mapping):
-        settings = {**settings, "optimizer": OptimizerSpec(**settings["optimizer"])}
-    chosen = Settings(**settings)
+    live = settings.get("optimizer")
+    chosen = Settings(**{**settings, "optimizer": _optimizer(live)})
     check_tensors(batch, chosen.batch_dim, "batch")
     subject = Subject(
         model=model,
         batch=batch,
         call=call,
         loss=checked_loss(loss, "loss") if loss is not None else None,
-        step=step_of(chosen, model)[0],
+        step=step_of(chosen, model, live=live if isinstance(live, torch.optim.Optimizer) else None)[0],
         described={"config": None, "checkpoint": None, "batch": None, "model": type(model).__qualname__},
     )
     record = run_replay(
@@ -125,6 +124,22 @@ def _run(
         progress=progress,
     )
     return Report(record)
+
+
+def _optimizer(given: Any) -> OptimizerSpec | None:
+    """Return the optimizer that was meant: a spec, a mapping {name, kwargs}, a name, or a live one."""
+    if given is None or isinstance(given, OptimizerSpec):
+        return given
+    if isinstance(given, torch.optim.Optimizer):
+        return OptimizerSpec(name=type(given).__name__)
+    if isinstance(given, str):
+        return OptimizerSpec(name=given)
+    if isinstance(given, Mapping) and set(given) <= {"name", "kwargs"} and "name" in given:
+        return OptimizerSpec(**given)
+    raise UsageError(
+        "optimizer: expected a torch.optim.Optimizer, the name of its class, or {'name': ..., 'kwargs': {...}}, got a "
+        f"{type(given).__name__}"
+    )
 
 
 def _name(dtype: str | torch.dtype) -> str:

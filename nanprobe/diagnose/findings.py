@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nanprobe.config import IgnoreRule
+from nanprobe.diagnose.keeping import keep_in_fp32
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.diagnose.saturation import is_saturation
 from nanprobe.diagnose.underflow import gradient_underflow
@@ -192,12 +193,9 @@ def _for_divergence(divergence: Divergence) -> tuple[Remedy, ...]:
         return ()
     advice = _ADVICE.get(divergence.mechanism or "")
     offered = [Remedy(kind=advice[0], text=advice[1])] if advice is not None and divergence.op is not None else []
-    modules = (divergence.module,) if divergence.seen_in is None else (divergence.module, divergence.seen_in)
-    named = " and ".join(module or "the model" for module in modules)
-    between = "" if divergence.seen_in is None else ", and what lies between them,"
-    listed = ", ".join(f'"{module}"' for module in modules)
-    text = f"Keep {named}{between} in FP32 (keep_fp32: [{listed}])"
-    return (Remedy(kind="keep-fp32", modules=modules, text=text), *offered)
+    modules = [divergence.module] if divergence.seen_in is None else [divergence.module, divergence.seen_in]
+    keep = keep_in_fp32(modules, between=divergence.seen_in is not None)
+    return (keep, *(other for other in offered if other.kind != keep.kind))
 
 
 def _flips(lane: LaneTrace, caused: Divergence | None) -> list[Finding]:

@@ -10,6 +10,7 @@ from nanprobe.diagnose.absorption import absorbing_visit
 from nanprobe.diagnose.accumulation import bad_parameters, in_accumulation
 from nanprobe.diagnose.explain import explain_backward, explain_forward, shown
 from nanprobe.diagnose.independent import of_samples
+from nanprobe.diagnose.keeping import keep_in_fp32
 from nanprobe.diagnose.search import Origin, find_origins
 from nanprobe.formats import NumberFormat, by_dtype, carrier_of
 from nanprobe.lanes.trace import BackwardOrigin, BadDetail, LaneTrace, Place, Trace, VisitFact
@@ -167,8 +168,7 @@ def _with_remedies(first: FirstBad) -> FirstBad:
     """Offer what usually helps; nothing where FP32 fails as well."""
     remedies: list[Remedy] = []
     if first.precision_related and first.module is not None:
-        text = f'Keep {first.module or "the model"} in FP32 (keep_fp32: ["{first.module}"])'
-        remedies.append(Remedy(kind="keep-fp32", modules=(first.module,), text=text))
+        remedies.append(keep_in_fp32([first.module]))
     if first.precision_related and first.mechanism == "overflow" and first.precision == "fp16":
         remedies.append(Remedy(kind="use-bf16", text="Train in bf16, whose range is FP32's"))
     return dataclasses.replace(first, remedies=tuple(remedies))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from nanprobe.diagnose.drift import Drift
 from nanprobe.diagnose.explain import shown
+from nanprobe.diagnose.keeping import keep_in_fp32
 from nanprobe.diagnose.lane import LaneDiagnosis, Traced
 from nanprobe.diagnose.saturation import is_saturation
 from nanprobe.formats import by_dtype, carrier_of
@@ -308,8 +309,7 @@ def _offered(bad: FirstBad) -> FirstBad:
         return bad
     remedies = [Remedy(kind=advice[0], text=advice[1]), *bad.remedies]
     if bad.precision_related and bad.module is not None and not any(r.kind == "keep-fp32" for r in remedies):
-        text = f'Keep {bad.module or "the model"} in FP32 (keep_fp32: ["{bad.module}"])'
-        remedies.append(Remedy(kind="keep-fp32", modules=(bad.module,), text=text))
+        remedies.append(keep_in_fp32([bad.module]))
     return dataclasses.replace(bad, remedies=tuple(remedies))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanprobe.diagnose.explain import shown
+from nanprobe.diagnose.keeping import keep_in_fp32
 from nanprobe.formats import by_name
 from nanprobe.lanes.trace import LaneTrace, SaturationFact
 from nanprobe.records import FirstBad, Remedy
@@ -47,8 +48,7 @@ def _fault(lane: LaneTrace, first: SaturationFact, *, last: bool) -> FirstBad:
         text += f" So do operands in {', '.join(others[:_NAMED])}{more}."
     remedies = [Remedy(kind="rewrite", text="Scale each tensor to the format's range (--fp8-scaling tensor)")]
     if first.module is not None:
-        keep = f'Keep {first.module or "the model"} in FP32 (keep_fp32: ["{first.module}"])'
-        remedies.append(Remedy(kind="keep-fp32", modules=(first.module,), text=keep))
+        remedies.append(keep_in_fp32([first.module]))
     return FirstBad(
         precision=lane.precision,
         phase=first.phase,

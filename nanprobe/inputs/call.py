@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from nanprobe.errors import UsageError
 from nanprobe.nearest import nearest
 
-__all__ = ["Call", "bind"]
+__all__ = ["Call", "bind", "left_to_the_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,15 +28,51 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def bind(model: nn.Module, value: Any, call: str = "auto") -> Call:
+def bind(model: nn.Module, value: Any, call: str = "auto", *, targets: bool = False) -> Call:
     """Return the batch as arguments of ``model``; ``call`` is "auto", "kwargs", "args" or "single".
 
+    ``targets`` says that a loss gets the whole batch as well: under "auto", what the model's forward has no place for
+    is then left to the loss, positional arguments from the end and names unlike any that it takes.
     UsageError, naming the argument, when the batch does not have the shape that ``call`` wants or the model's forward
     does not take it.
     """
     bound = _arrange(value, call)
+    if targets and call == "auto":
+        bound = _without_targets(model, bound)
     _check(model, bound)
     return bound
+
+
+def left_to_the_loss(model: nn.Module, value: Any, call: str = "auto") -> str | None:
+    """Return a sentence about the parts of a batch that only the loss takes, None when the model takes all."""
+    if call != "auto":
+        return None
+    whole, taken = _arrange(value, call), bind(model, value, call, targets=True)
+    names = [name for name in whole.kwargs if name not in taken.kwargs]
+    if names:
+        return f"only the loss gets {', '.join(f'`{name}`' for name in names)}, which the model's forward does not take"
+    if len(taken.args) == len(whole.args):
+        return None
+    first, whole_count = len(taken.args), len(whole.args)
+    return f"the model is called with the first {first} of the batch's {whole_count} fields, the loss gets all"
+
+
+def _without_targets(model: nn.Module, call: Call) -> Call:
+    """Return the call without what the model's forward has no place for; as it is where nothing would be left."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return call
+    kinds = {p.kind for p in parameters}
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    args, kwargs = call.args, dict(call.kwargs)
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and places:
+        args = args[:places]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        # A name that is nearly one of the model's is a slip of the pen, and told as such.
+        kwargs = {n: value for n, value in kwargs.items() if n in names or nearest(n, list(names)) is not None}
+    return Call(args=args, kwargs=kwargs) if args or kwargs else call
 
 
 def _arrange(value: Any, call: str) -> Call:

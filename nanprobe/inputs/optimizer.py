@@ -17,20 +17,22 @@ from nanprobe.inputs.factories import import_folder, one_line, resolve
 from nanprobe.inputs.state_dict import read_optimizer_state
 from nanprobe.nearest import suggestion
 
-__all__ = ["MakeOptimizer", "build_optimizer", "optimizer_state"]
+__all__ = ["MakeOptimizer", "build_optimizer", "like_optimizer", "optimizer_state"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Makes the optimizer of some parameters."""
 
 
-def build_optimizer(spec: OptimizerSpec, folder: Path | None = None) -> MakeOptimizer:
+def build_optimizer(spec: OptimizerSpec, folder: Path | None = None, target: Any = None) -> MakeOptimizer:
     """Return what makes the optimizer of ``spec``: a class of ``torch.optim`` by name, or any by import or file path.
+
+    ``target`` is the class itself where it is known already.
 
     Operations are told apart by running one parameter at a time (``foreach=False``) unless the fused form is asked for,
     which rounds otherwise. UsageError when there is no such class, when it does not take the arguments, and when its
     step needs a closure.
     """
-    target = _class(spec.name, folder)
+    target = target if target is not None else _class(spec.name, folder)
     try:
         known = set(inspect.signature(target).parameters)
     except (TypeError, ValueError):
@@ -79,6 +81,20 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     step = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def like_optimizer(live: Optimizer, model: nn.Module) -> tuple[MakeOptimizer, dict[int, dict[str, Any]] | None]:
+    """Return what makes another optimizer like ``live``, and the state it has of the model's parameters by position.
+
+    The settings are those of its first group. UsageError when its class cannot be called with them.
+    """
+    known = inspect.signature(type(live)).parameters
+    group = live.param_groups[0] if live.param_groups else {}
+    kwargs = {name: group[name] for name in known if name in group and name != "params"}
+    make = build_optimizer(OptimizerSpec(name=type(live).__name__, kwargs=kwargs), target=type(live))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    state = {n: dict(live.state[p]) for n, p in enumerate(parameters) if p in live.state}
+    return make, state or None
 
 
 def optimizer_state(

@@ -310,7 +310,12 @@ class LaneRun:
             found = find_loss(output)
             self.loss_found = found is not None
             return found
-        loss = spec.loss(output, batch)
+        try:
+            loss = spec.loss(output, batch)
+        except Exception as error:
+            if self.lane.raised is None:
+                self.lane.raised = Raised(text=first_line(error), module=None, visit=None, class_=None, phase="loss")
+            raise
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"the loss function must return a scalar tensor, it returned {what}")

@@ -11,6 +11,7 @@ from torch import nn
 
 from nanprobe.errors import IncompleteError, UsageError
 from nanprobe.formats import carrier_of
+from nanprobe.inputs.factories import raised_in_user_code
 from nanprobe.inputs.rng import RandomState
 from nanprobe.lanes.lane_model import Weights
 from nanprobe.lanes.step import StepSpec
@@ -55,9 +56,13 @@ class LaneFailure(IncompleteError):
         self.model = model
         self.args_of_call, self.kwargs_of_call = call
         self.inputs = inputs
-        where = f" in {raised.module or 'the model itself'}" if raised is not None and raised.module is not None else ""
-        first = (str(error).splitlines() or [""])[0]
-        super().__init__(f"the reference raised {type(error).__name__}{where}: {first}")
+        where = ""
+        if raised is not None and raised.module is not None:
+            where = f" in {raised.module or 'the model itself'}"
+        elif raised is not None and raised.phase == "loss":
+            where = " in the loss function"
+        message = (str(error).splitlines() or [""])[0]
+        super().__init__(f"the reference raised {type(error).__name__}{where}: {message}{raised_in_user_code(error)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from nanprobe.diagnose.verdicts import precision_results, worst_first_bad, worst
 from nanprobe.errors import IncompleteError, NanprobeError, UsageError
 from nanprobe.exit_codes import verdict_exit_code
 from nanprobe.formats import carrier_of
-from nanprobe.inputs.call import Call, bind
+from nanprobe.inputs.call import Call, bind, left_to_the_loss
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.mismatch import explain_forward_error
 from nanprobe.inputs.model import check_values
@@ -98,7 +98,7 @@ def run_replay(
     spec = ReplaySpec(
         model=subject.model,
         batch=subject.batch,
-        bind=lambda model, value: _arguments(bind(model, value, subject.call)),
+        bind=lambda model, value: _arguments(bind(model, value, subject.call, targets=subject.loss is not None)),
         precisions=low,
         reference=reference,
         loss=subject.loss,
@@ -122,7 +122,7 @@ def run_replay(
         progress=progress,
     )
     check_values(subject.model)
-    bind(subject.model, subject.batch, subject.call)
+    bind(subject.model, subject.batch, subject.call, targets=subject.loss is not None)
     timings = dict(subject.timings)
     progress.stage("look at the batch and the weights")
     began = time.perf_counter()
@@ -130,6 +130,9 @@ def run_replay(
     timings["survey"] = time.perf_counter() - began
     try:
         notes = list(subject.notes)
+        targets = left_to_the_loss(subject.model, subject.batch, subject.call) if subject.loss is not None else None
+        if targets is not None:
+            notes.append(targets)
         spec = replace(spec, backward=decide_backward(spec, settings, timings))
         if spec.step is not None and not spec.backward:
             notes.append("no step was taken: `optimizer` and `clip_grad_norm` need a loss and a backward pass")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from nanprobe.checkpoints import content_digest
 from nanprobe.config import CheckpointSpec, Config, Settings
@@ -19,7 +20,7 @@ from nanprobe.inputs.bundle import Bundle
 from nanprobe.inputs.device import check_device
 from nanprobe.inputs.loss import build_loss
 from nanprobe.inputs.model import build_model
-from nanprobe.inputs.optimizer import build_optimizer, optimizer_state
+from nanprobe.inputs.optimizer import build_optimizer, like_optimizer, optimizer_state
 from nanprobe.inputs.rng import RandomState
 from nanprobe.inputs.state_dict import read_state_dict
 from nanprobe.inputs.weights import load_into
@@ -126,16 +127,19 @@ def step_of(
     folder: Path | None = None,
     bundle: Bundle | None = None,
     checkpoint: CheckpointSpec | None = None,
+    live: Optimizer | None = None,
 ) -> tuple[StepSpec | None, str | None]:
     """Return what is done with the gradients, None when nothing is asked for, and a note about the optimizer's state.
 
-    UsageError when the optimizer cannot be made.
+    ``live`` is an optimizer of the model's to step like. UsageError when the optimizer cannot be made.
     """
     if settings.optimizer is None and settings.clip_grad_norm is None:
         return None, None
-    make = build_optimizer(settings.optimizer, folder) if settings.optimizer is not None else None
-    state, note = None, None
-    if make is not None:
+    make, state, note = None, None, None
+    if live is not None:
+        make, state = like_optimizer(live, model)
+    elif settings.optimizer is not None:
+        make = build_optimizer(settings.optimizer, folder)
         state, note = optimizer_state(bundle.optimizer if bundle is not None else None, checkpoint, model)
     scaler = bundle.amp.get("scaler") if bundle is not None else None
     return (

@@ -66,7 +66,7 @@ def findings(report: ReplayReport, ink: Ink, *, verbose: bool) -> list[str]:
 def next_steps(report: ReplayReport, ink: Ink, *, folded: bool) -> list[str]:
     """Return what to try or look at next: the remedies offered, then commands; ``folded`` when rows were left out."""
     lines = [_remedy_line(report, remedy, ink) for remedy in _remedies(report)]
-    if report.verdict == "clean":
+    if report.verdict == "clean" and not report.conditions.get("keep_fp32"):
         lines.append(_reproduce(report))
     if names := _explained(report):
         commands = [ink.command(f"nanprobe explain {name}") for name in names]
@@ -115,7 +115,8 @@ def conditions(report: ReplayReport, ink: Ink, *, verbose: bool) -> str:
         elif key == "train":
             parts.append("train mode" if given[key] else "eval mode")
         elif key == "keep_fp32":
-            parts.append(f"{words} kept in FP32")
+            whole = "" in given[key]
+            parts.append("the whole model kept in FP32" if whole else f"{words} kept in FP32")
         elif key == "emulated":
             parts.append(f"emulated, not run natively: {words}" if given[key] else "nothing emulated")
         elif key == "loss_scale" and isinstance(given[key], Mapping):

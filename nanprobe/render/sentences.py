@@ -255,6 +255,11 @@ def _clean(report: ReplayReport, ink: Ink) -> str:
             f"Nothing is NaN or Inf in {tried}, but gradients that {reference} has are zero, and what is zero is not "
             "learned: see below."
         )
+    kept = report.conditions.get("keep_fp32")
+    if kept:
+        modules = "the whole model" if "" in kept else joined([ink.name(name) for name in kept[:4]])
+        more = f" and {len(kept) - 4:,} more" if len(kept) > 4 else ""
+        return f"Nothing goes wrong in {tried} with {modules}{more} kept in FP32: {where}."
     return f"Nothing goes wrong in {tried}: {where}. A failure of this batch did not reproduce here."
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanprobe.errors import UsageError
-from nanprobe.inputs.call import bind
+from nanprobe.inputs.call import bind, left_to_the_loss
 
 X = torch.ones(2, 3)
 
@@ -86,3 +86,33 @@ def test_a_batch_that_does_not_bind(model: nn.Module, value: Any, call: str, par
     assert message.startswith("batch: ")
     for part in parts:
         assert part in message
+
+
+class OneInput(nn.Module):
+    """A model whose targets only the loss takes."""
+
+    def forward(self, x: Any, scale: float = 1.0) -> Any:
+        return x * scale
+
+
+def test_with_a_loss_what_the_model_does_not_take_is_left_to_it() -> None:
+    model = OneInput()
+    assert bind(model, (1, 2, 3), targets=True).args == (1, 2)
+    assert bind(model, {"x": 1, "labels": 2}, targets=True).kwargs == {"x": 1}
+    assert "first 2 of the batch's 3 fields" in (left_to_the_loss(model, (1, 2, 3)) or "")
+    assert "only the loss gets `labels`" in (left_to_the_loss(model, {"x": 1, "labels": 2}) or "")
+    assert left_to_the_loss(model, {"x": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "call", "targets"),
+    [
+        ((1, 2, 3), "auto", False),
+        ((1, 2, 3), "args", True),
+        ({"x": 1, "scal": 2}, "auto", True),
+        ({"labels": 2}, "auto", True),
+    ],
+)
+def test_a_slip_of_the_pen_and_a_missing_argument_are_still_refused(value: Any, call: str, targets: bool) -> None:
+    with pytest.raises(UsageError):
+        bind(OneInput(), value, call, targets=targets)

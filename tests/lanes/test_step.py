@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nanprobe
 from nanprobe.config import OptimizerSpec
-from nanprobe.errors import UsageError
+from nanprobe.errors import IncompleteError, UsageError
 from nanprobe.inputs.optimizer import build_optimizer, optimizer_state
 from nanprobe.lanes.scales import HIGHEST, window_of
 from nanprobe.lanes.step import StepSpec, take_step
@@ -471,6 +471,32 @@ def test_the_state_of_a_bundle_is_stepped_from() -> None:
         torch.testing.assert_close(mine, other)
     for number, values in kept["state"].items():
         torch.testing.assert_close(saved["state"][number], values)
+
+
+def test_a_live_optimizer_is_stepped_like_and_not_changed() -> None:
+    model = net()
+    live = adam_with_history(model)
+    before = copy.deepcopy(live.state_dict())
+    report = replay(model, batch(), "bf16", optimizer=live)
+    assert step(report, "fp32").taken
+    after = live.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, values in before["state"].items():
+        torch.testing.assert_close(after["state"][number], values)
+
+
+@pytest.mark.parametrize("given", [3, {"nme": "Adam"}, [1]])
+def test_what_is_no_optimizer_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"^optimizer: expected"):
+        replay(net(), batch(), "bf16", optimizer=given)
+
+
+def test_a_loss_that_raises_is_named_with_its_line() -> None:
+    def broken(output: Any, given: Any) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(IncompleteError, match=r"KeyError in the loss function: .*test_step.py:\d+\)"):
+        nanprobe.replay(net(), batch(), dtype="bf16", loss=broken)
 
 
 def test_state_that_does_not_fit_is_said_and_left_out() -> None:
