@@ -37,7 +37,6 @@ def test_a_control_is_no_error(case: Control) -> None:
 
 
 @pytest.mark.parametrize("question", REQUIRED)
-@pytest.mark.xfail(reason="the known cases are more than the share that may be wrong", strict=False)
 def test_the_required_shares(question: str) -> None:
     asked = [f for f in FAULTS if question != "samples" or f.expected.samples != ANY]
     wrong = [f for f in asked if f.name in KNOWN and question in KNOWN[f.name].wrong]

@@ -127,6 +127,7 @@ class LaneRun:
         if lane.operations is not None:
             for (name, exact), (_, tensor) in zip(named_tensors(spec.batch), named_tensors(batch), strict=True):
                 lane.operations.given(tensor, exact, "input", name)
+                lane.operations.of_batch(tensor)
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
         lane.thread = threading.get_ident()
         lane.ops_outside = 0
