@@ -43,9 +43,5 @@ KNOWN: dict[str, Known] = {
         ),
         _CANCELLED,
     ),
-    **dict.fromkeys(
-        ("cache_of_unwritten_memory-fp16-cast", "cache_of_unwritten_memory-bf16-autocast"),
-        Known(wrong=("mechanism", "precision_related"), why="memory that nothing wrote is not told from a result"),
-    ),
 }
 """The name of a case to what is wrong; a test fails when an entry is no longer true."""

@@ -20,9 +20,9 @@ from nanprobe.lanes.exact import evaluated, floating, operation_name, repeatable
 from nanprobe.lanes.trace import OperationFact
 from nanprobe.numerics.stats import format_of, measure
 
-__all__ = ["counted_in", "look_at"]
+__all__ = ["PLACING", "counted_in", "look_at"]
 
-_PLACING = (
+PLACING = (
     "masked_fill", "fill", "full", "where", "copy", "index_put", "scatter", "clone", "tril", "triu", "slice_scatter",
     "new_full", "full_like", "constant_pad_nd", "scalar_tensor", "lift_fresh", "detach", "view", "expand", "cat",
     "stack", "select_scatter", "masked_scatter", "empty", "alias", "permute", "transpose", "t",
@@ -58,7 +58,7 @@ def look_at(
     holds_inf = given_inf or any(s.neginf for s in stats) or from_literal
     result = measure(bad)
     hard = bool(result.nan or result.posinf)
-    places = name.removeprefix("aten.").rstrip("_") in _PLACING
+    places = name.removeprefix("aten.").rstrip("_") in PLACING
     if not hard and (holds_inf or places):
         return None
     if given_inf and not result.nan:

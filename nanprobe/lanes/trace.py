@@ -29,6 +29,8 @@ __all__ = [
     "SampleDetail",
     "SaturationFact",
     "Trace",
+    "UnwrittenFact",
+    "UnwrittenRun",
     "VisitFact",
 ]
 
@@ -339,6 +341,27 @@ class SaturationFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenFact:
+    """The operation that first read memory which nothing wrote; ``count`` of its result's ``elements`` depend on it."""
+
+    phase: str
+    module: str | None
+    visit: int | None
+    class_: str | None
+    op: str
+    count: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenRun:
+    """How a lane ended whose new memory was filled: whether badly, and who read what it ended badly for."""
+
+    bad: bool
+    reader: UnwrittenFact | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception that ended a lane: type and message in one line, and the innermost module that was running."""
 
@@ -357,6 +380,7 @@ class LaneTrace:
     ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
     a mask of the batch excludes them. ``step`` is what clipping and the optimizer made of the gradients, None when
     neither was asked for. ``scale_window`` are the loss scales that would serve, None when that was not looked for.
+    ``unwritten`` says that memory was allocated in forward or the loss that the next operation did not write whole.
     """
 
     precision: str
@@ -389,6 +413,7 @@ class LaneTrace:
     scale_window: ScaleWindow | None = None
     notes: tuple[str, ...] = ()
     saturated: tuple[SaturationFact, ...] = ()
+    unwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
