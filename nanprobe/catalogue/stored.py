@@ -144,7 +144,9 @@ STORED = Family(
             ),
             looks_like=(
                 "It changes from run to run: `did not reproduce`, or values that differ between two runs of the same "
-                "lane. Under `torch.use_deterministic_algorithms(True)` PyTorch fills new memory with NaN, so that a "
+                "lane. A replay fills new memory with NaN and with zeros, and names the first operation that computes "
+                "with it when only one of them ends well; a warning where the memory happened to do no harm. "
+                "Under `torch.use_deterministic_algorithms(True)` PyTorch fills new memory with NaN, so that a "
                 "replay names the first operation that reads it."
             ),
             what_to_try=(

@@ -25,7 +25,8 @@ _Pattern = frozenset[tuple[int, bool]]
 def forward_origins(trace: Trace, lane: LaneTrace) -> tuple[Origin, ...]:
     """Return the origins of NaN and Inf in forward, and those of -Inf that something failed on.
 
-    -Inf is a fault only for what it leads to, because masks are full of it: a bad value, or a bad loss.
+    -Inf is a fault only for what it leads to, because masks are full of it: a bad value, or a bad loss. Where FP32
+    holds the same -Inf and the loss is NaN, it is the loss that failed on it; operations tell whether it was meant.
     """
     hard = find_origins(lane.visits, lambda f: f.inputs.hard, lambda f: f.outputs.hard)
     if hard:
@@ -33,7 +34,17 @@ def forward_origins(trace: Trace, lane: LaneTrace) -> tuple[Origin, ...]:
         return tuple(sorted({_identity(origin): origin for origin in led}.values(), key=lambda origin: origin.time))
     if lane.loss is None or math.isfinite(lane.loss):
         return ()
-    return _soft_origins(lane.visits)[:1]
+    return tuple(origin for origin in _soft_origins(lane.visits)[:1] if not _held_by_reference(trace, lane, origin))
+
+
+def _held_by_reference(trace: Trace, lane: LaneTrace, origin: Origin) -> bool:
+    """Whether FP32 holds every -Inf of an origin as well and the loss made NaN of it, so that it is asked first."""
+    detail = origin.fact.bad_output if origin.fact is not None and origin.seen is None else None
+    reference = trace.reference.loss
+    failed = lane.loss is not None and math.isnan(lane.loss) and reference is not None and math.isnan(reference)
+    if detail is None or not failed:
+        return False
+    return lane is trace.reference or detail.only_masked or detail.reference_bad == detail.count
 
 
 def _soft_origins(facts: Iterable[VisitFact]) -> tuple[Origin, ...]:

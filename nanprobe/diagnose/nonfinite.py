@@ -181,8 +181,11 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
     root = lane.measures.get(("forward", "", 0))
     largest = root.absmax if root is not None else None
     beyond = reference is not None and not fails_too and abs(reference) >= fmt.overflow_threshold
+    given_inf = fails_too and (handed := _root(lane)) is not None and handed.outputs.soft
     text = "The model's output is finite; the loss computed from it is not."
-    if largest is not None:
+    if given_inf:
+        text = f"The model hands out -Inf, as {trace.reference.precision.upper()} does; the loss fails on it."
+    elif largest is not None:
         text = f"The model's output is finite, at most {shown(largest)} in magnitude; the loss computed from it is not."
     name = trace.reference.precision.upper()
     if fails_too:
@@ -195,7 +198,7 @@ def _in_loss(trace: Trace, lane: LaneTrace) -> FirstBad:
         module=None,
         visit=None,
         class_=None,
-        mechanism="overflow" if beyond else None,
+        mechanism="overflow" if beyond else "invalid-operation" if given_inf else None,
         precision_related=not fails_too,
         count=1,
         elements=1,

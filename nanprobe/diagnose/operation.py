@@ -71,8 +71,17 @@ def with_operations(
             return _in_backward(bad, backward)
         place = _place(bad)
         fact = operations.first_in(place) if place is not None else None
+        if fact is None or fact.on_purpose:
+            failing = operations.first_failing_on_inf() if place is not None else None
+            if failing is not None and (fact is not None or bad.mechanism is None):
+                return _refined(_failing(bad, failing), failing)
+        if fact is None and bad.phase == "loss" and earlier is not None and earlier.absorbed_by is None:
+            return _refined(_moved(bad, earlier), earlier)
         if fact is None:
             return bad
+        if fact.cause is not None and operations.facts[fact.cause].phase in ("forward", "loss"):
+            cause = operations.facts[fact.cause]
+            return _refined(_moved(bad, cause), cause)
         if fact.operand_inf and not fact.masked_rows and earlier is not None:
             return _refined(_moved(bad, earlier), earlier)
         return _refined(bad, fact)
@@ -220,6 +229,25 @@ def _moved(bad: FirstBad, earlier: OperationFact) -> FirstBad:
     )
 
 
+def _failing(bad: FirstBad, fact: OperationFact) -> FirstBad:
+    """Return the origin at the operation that failed on an Inf which the module named so far put there on purpose."""
+    where = f"{bad.module or 'the model'} ({bad.class_})" if bad.class_ is not None else "the code before it"
+    return dataclasses.replace(
+        bad,
+        phase=fact.phase,
+        module=fact.module,
+        visit=fact.visit,
+        class_=fact.class_,
+        mechanism=None,
+        between=None,
+        absorbed_by=None,
+        input_absmax=fact.input_absmax,
+        reference_absmax=fact.exact_absmax,
+        explanation=f"The Inf that {where} hands on is no result of arithmetic; this is what fails on it.",
+        remedies=(),
+    )
+
+
 def _in_backward(bad: FirstBad, origin: BackwardOrigin | None) -> FirstBad:
     if origin is None:
         return bad
@@ -322,6 +350,10 @@ def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
         call=fact.call,
         absorbed_op=fact.absorbed_by[1] if fact.absorbed_by is not None and bad.absorbed_by is not None else None,
         mechanism=_mechanism(bad, fact) or bad.mechanism,
+        count=fact.count,
+        elements=fact.elements,
+        index=fact.index,
+        samples=fact.samples,
         input_absmax=fact.input_absmax if bad.input_absmax is None else bad.input_absmax,
         reference_absmax=fact.exact_absmax if bad.reference_absmax is None else bad.reference_absmax,
         explanation=f"{bad.explanation} {_sentence(fact)}".strip(),

@@ -26,7 +26,8 @@ from nanprobe.lanes.operation_trace import OperationTrace, Stretch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.step import StepSpec, take_step
 from nanprobe.lanes.step_facts import StepFact
-from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Operations, Raised
+from nanprobe.lanes.trace import BackwardOrigin, LaneTrace, Operations, Raised, UnwrittenRun
+from nanprobe.lanes.unwritten import MemoryTrace
 from nanprobe.numerics.autocast_regions import as_on_cuda
 from nanprobe.numerics.stats import Difference, is_finite, measure, measure_against, total_difference
 from nanprobe.numerics.tree import map_tensors, named_tensors
@@ -127,6 +128,7 @@ class LaneRun:
         if lane.operations is not None:
             for (name, exact), (_, tensor) in zip(named_tensors(spec.batch), named_tensors(batch), strict=True):
                 lane.operations.given(tensor, exact, "input", name)
+                lane.operations.of_batch(tensor)
         args, kwargs = self.call = spec.bind(lane.copied.model, batch)
         lane.thread = threading.get_ident()
         lane.ops_outside = 0
@@ -142,7 +144,7 @@ class LaneRun:
                 self.kept_outputs.extend(t.detach().clone() for _, t in named_tensors(output))
             lane.phase = "loss"
             loss = self._take_loss(output, batch)
-        if loss is None and self.lane.observing:
+        if loss is None and (self.lane.observing or self.kept_outputs is not None):
             self.bad_only_where_masked = bad_only_where_masked(output, batch)
         self.call = ((), {})
         return loss
@@ -199,6 +201,21 @@ class LaneRun:
         except Exception:  # the model's own: it is known from the replay that it does
             return trace.result()
         return trace.result()
+
+    def with_memory(self, value: float) -> UnwrittenRun:
+        """Run forward and loss alone with new memory filled with ``value``, and tell how it ends."""
+        lane, spec = self.lane, self.spec
+        trace = MemoryTrace(
+            lambda: lane.phase, lane.watch, {}, value=value, batch_size=spec.batch_size, batch_dim=spec.batch_dim
+        )
+        lane.operations = trace
+        self.kept_outputs = []
+        with self._context():
+            loss = self._forward()
+        ends = [loss.detach()] if loss is not None else [] if self.bad_only_where_masked else self.kept_outputs
+        bad = [t for t in ends if not is_finite(t)]
+        readers = (trace.reader_of(t) for t in bad)
+        return UnwrittenRun(bad=bool(bad), reader=next((r for r in readers if r is not None), None))
 
     def _operation_trace(self, *, shadows: bool, stretch: Stretch | None = None) -> OperationTrace:
         lane, spec = self.lane, self.spec
@@ -413,6 +430,7 @@ class LaneRun:
             drawn=lane.drawn,
             emulated=self.observer.emulated(),
             saturated=tuple(self.observer.formats.saturated),
+            unwritten=self.observer.unwritten,
             dropout_differs=tuple(lane.forward.dropout_differs),
             seconds=thread.seconds,
             measuring_seconds=lane.measuring_seconds,

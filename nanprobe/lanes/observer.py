@@ -8,8 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanprobe.lanes.draws import DRAWS, draw_rounded
+from nanprobe.lanes.exact import operation_name
 from nanprobe.lanes.lane import Lane
 from nanprobe.lanes.operands import OperandFormats
+from nanprobe.lanes.plans import ALLOCATING, OVERWRITES
 from nanprobe.lanes.products import Products, Way
 
 __all__ = ["Observer"]
@@ -26,6 +28,13 @@ _CHOICES: dict[Any, tuple[str, int | None]] = {
 }
 """Operations whose result is a choice: the name to report, and which of several results holds the indices."""
 
+
+_ALLOCATING = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in ALLOCATING
+    for overload in getattr(aten, name).overloads()
+    if overload != "out"
+)
 
 _Plan = tuple[bool, tuple[str, int | None] | None, Way | None, bool]
 """Of one operation: whether it draws, what it chooses, how its product is run, and whether there is nothing to do."""
@@ -46,6 +55,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.formats = OperandFormats(lane, lane.settings.arithmetic)
         self._plans: dict[int, _Plan] = {}
         self._follow = lane.placement.active and lane.settings.mode == "cast"
+        self.unwritten = False
+        self._fresh: torch.Tensor | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,6 +76,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         lane = self._lane
         if lane.frame is None and lane.observing and lane.phase in ("forward", "loss"):
             lane.ops_outside += 1
+        if self._fresh is not None:
+            self._settle(func, args, kwargs)
         plan = self._plans.get(id(func))
         if plan is None:
             # An operation is a module-level object that is never let go, and its own hash is slow to ask for.
@@ -72,6 +85,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         draws, choice, way, plain = plan
         if plain:
             return func(*args, **kwargs)
+        if func in _ALLOCATING:
+            return self._allocated(func(*args, **kwargs))
         result = (
             self._run(func, args, kwargs, draws, way) if self._low or self.formats.active else func(*args, **kwargs)
         )
@@ -84,11 +99,29 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             lane.placement.follow((args, kwargs), result)
         return result
 
+    def _allocated(self, made: torch.Tensor) -> torch.Tensor:
+        """Remember new memory until the next operation, which usually writes it."""
+        if not self.unwritten and made.is_floating_point() and made.numel() and self._lane.phase != "backward":
+            self._fresh = made
+        return made
+
+    def _settle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See whether the operation after an allocation writes all of it."""
+        fresh, self._fresh = self._fresh, None
+        overwrites = operation_name(func).rpartition(".")[2] in OVERWRITES
+        self.unwritten = not bool((overwrites and args and args[0] is fresh) or kwargs.get("out") is fresh)
+
     def _plan(self, func: Any) -> _Plan:
         """Look up what is to be done at an operation; most are run as they are, and there are many of them."""
         draws, choice, way = func in DRAWS, _CHOICES.get(func), self.products.way_of(func)
         looked_at = self._follow or self.formats.active or func is aten._to_copy.default
-        special = draws or choice is not None or way is not None or self.products.lacks(func)
+        special = (
+            (func in _ALLOCATING and self._lane.is_reference)
+            or draws
+            or choice is not None
+            or way is not None
+            or self.products.lacks(func)
+        )
         return draws, choice, way, not (looked_at or special)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool, way: Way | None) -> Any:

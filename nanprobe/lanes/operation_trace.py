@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanprobe.lanes.backward import NodeWatch, forward_operation
 from nanprobe.lanes.callers import public_function
 from nanprobe.lanes.exact import evaluated, floating, off_the_record
-from nanprobe.lanes.measures import bad_detail
+from nanprobe.lanes.lineage import Lineage
 from nanprobe.lanes.mirrors import Mirrors, weakly
-from nanprobe.lanes.operations import look_at
+from nanprobe.lanes.operations import counted_in, look_at
 from nanprobe.lanes.plans import Plan, plan_of
 from nanprobe.lanes.trace import IN_LOSS, OperationFact, OperationRecord, Operations
 from nanprobe.numerics.stats import Difference, difference, is_finite, measure_against
@@ -80,7 +80,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._parameters = parameters
         self._stretch = stretch
         self._local_error = local_error
-        self._batch = (batch_size, batch_dim)
+        self._lineage = Lineage(batch_size, batch_dim)
         self._wanted = shadows
         self._shadowing = shadows and stretch is None
         self._mirrors = Mirrors()
@@ -128,6 +128,10 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                     local=math.sqrt(diff.error_squares),
                 )
             )
+
+    def of_batch(self, tensor: torch.Tensor) -> None:
+        """Say that ``tensor`` is the lane's copy of a tensor of the batch."""
+        self._lineage.given(tensor)
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
@@ -195,6 +199,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         result = func(*args, **kwargs)
         if not plan.writes:
             call.outputs, call.result = floating(result), result
+        if self._phase() != "backward":
+            with off_the_record():
+                self._lineage.follow(func, plan, args, kwargs, result)
         if call.outputs:
             with off_the_record():
                 self._look_if_possible(func, plan, call)
@@ -447,32 +454,38 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if place["phase"] == "backward" and place["sequence"] is not None:
             self.kernels[place["sequence"]] = plan.name
         if len(self.facts) < _MOST_FACTS:
-            fact = look_at(func, call.before[0], call.before[1], call.operands, bad)
+            placed = origin is not None and self.facts[origin].on_purpose
+            fact = look_at(func, call.before[0], call.before[1], call.operands, bad, placed=placed)
             if fact is not None:
+                cause = origin if origin is not None and not placed else None
                 origin = len(self.facts)
-                self.facts.append(self._completed(fact, plan, call, bad, place))
+                self.facts.append(dataclasses.replace(self._completed(fact, plan, call, bad, place), cause=cause))
         if origin is not None:
             for output in call.outputs:
                 if output.layout is torch.strided and not is_finite(output):
                     self._tainted[_memory(output)] = (weakly(output), origin)
 
     def _origin_of(self, call: _Call) -> int | None:
-        """Return the origin of the non-finite values among the operands, None when there are none."""
-        read = _operands_before(call)
-        for tensor, before in read:
+        """Return the origin of the non-finite values among the operands, None when there are none.
+
+        One that was no purpose goes before one that was.
+        """
+        placed = None
+        for tensor, before in _operands_before(call):
             entry = self._tainted.get(_memory(tensor))
             if entry is not None and not is_finite(before):
-                return entry[1]
-        return None
+                if not self.facts[entry[1]].on_purpose:
+                    return entry[1]
+                placed = entry[1] if placed is None else placed
+        return placed
 
     def _completed(
         self, fact: OperationFact, plan: Plan, call: _Call, bad: torch.Tensor, place: dict[str, Any]
     ) -> OperationFact:
         parameter = self._parameters.get(id(call.args[0])) if plan.is_cast else None
-        of_batch = place["phase"] != "backward" and parameter is None
-        detail = bad_detail(
-            "", bad, batch_size=self._batch[0] if of_batch else None, batch_dim=self._batch[1], gradient=True
-        )
+        counted = counted_in(bad)
+        strided = bad.layout is torch.strided and not bad.is_complex()
+        of_samples = strided and place["phase"] != "backward"
         return dataclasses.replace(
             fact,
             parameter=parameter,
@@ -483,8 +496,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             class_=place["class_"],
             inside=place["inside"],
             sequence=place["sequence"],
-            index=detail.index if detail is not None else None,
-            samples=detail.samples if detail is not None else None,
+            index=_first_of(counted) if strided else None,
+            samples=self._lineage.samples(bad, counted) if of_samples else None,
             made_zero=self._made_zero(call) if fact.operand_zero and self._shadowing else None,
         )
 
@@ -521,6 +534,15 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.before = (self.args, self.kwargs)
+
+
+def _first_of(where: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the index of the first element that is true, None when there is none."""
+    flat = where.reshape(-1)
+    first = int(flat.to(torch.uint8).argmax()) if flat.numel() else -1
+    if first < 0 or not bool(flat[first]):
+        return None
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), where.shape)) if where.dim() else ()
 
 
 def _copied(value: Any) -> Any:

@@ -3,8 +3,9 @@
 It is evaluated again in FP64 on the very same operands, which tells what the result should have been: a finite value
 beyond the format, or nothing that any precision could hold.
 
--Inf that is put somewhere on purpose (a fill, a copy, a choice between two tensors) is no result of arithmetic and is
-passed over, and so is a mask's fill that rounds to -Inf while its row keeps a finite element.
+Inf that is put somewhere on purpose (a fill, a copy, a choice between two tensors) is no result of arithmetic. -Inf of
+that kind is passed over; +Inf, which masks hold less often, is noted as put there on purpose, and what then makes NaN
+of it is an origin, as it is of -Inf. So is a mask's fill that rounds to -Inf while its row keeps a finite element.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from nanprobe.lanes.exact import evaluated, floating, operation_name, repeatable
 from nanprobe.lanes.trace import OperationFact
 from nanprobe.numerics.stats import format_of, measure
 
-__all__ = ["look_at"]
+__all__ = ["PLACING", "counted_in", "look_at"]
 
-_PLACING = (
+PLACING = (
     "masked_fill", "fill", "full", "where", "copy", "index_put", "scatter", "clone", "tril", "triu", "slice_scatter",
     "new_full", "full_like", "constant_pad_nd", "scalar_tensor", "lift_fresh", "detach", "view", "expand", "cat",
     "stack", "select_scatter", "masked_scatter", "empty", "alias", "permute", "transpose", "t",
@@ -33,24 +34,37 @@ _MAX_EXACT = 1 << 26
 
 
 def look_at(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[torch.Tensor], bad: torch.Tensor
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[torch.Tensor],
+    bad: torch.Tensor,
+    *,
+    placed: bool = False,
 ) -> OperationFact | None:
     """Return the fact of an operation that made ``bad`` of good ``operands``, None when it did not or meant to.
 
     ``args`` and ``kwargs`` are as they were before it ran; ``operands`` are the floating tensors that it reads.
+    ``placed`` says that +Inf among them was put there on purpose. An operation that puts +Inf somewhere itself has a
+    fact with ``on_purpose``; what only hands it on has none.
     """
     name = operation_name(func)
     stats = [measure(t) for t in operands]
-    if any(s.nan or s.posinf for s in stats):
+    if any(s.nan or (s.posinf and not placed) for s in stats):
         return None
     constants = _constants((args, kwargs))
-    holds_inf = any(s.neginf for s in stats) or any(math.isinf(number) for number in constants)
+    from_literal = any(math.isinf(number) for number in constants)
+    given_inf = any(s.posinf for s in stats)
+    holds_inf = given_inf or any(s.neginf for s in stats) or from_literal
     result = measure(bad)
     hard = bool(result.nan or result.posinf)
-    if not hard and (holds_inf or name.removeprefix("aten.").rstrip("_") in _PLACING):
+    places = name.removeprefix("aten.").rstrip("_") in PLACING
+    if not hard and (holds_inf or places):
+        return None
+    if given_inf and not result.nan:
         return None
     exact = _exact(func, args, kwargs, bad)
-    where = ~torch.isfinite(bad)
+    where = counted_in(bad)
     beyond = _absmax(exact[where]) if exact is not None else None
     if not hard and beyond is not None and _row_survives(bad):
         return None
@@ -63,6 +77,9 @@ def look_at(
         dtype=str(bad.dtype).removeprefix("torch."),
         count=int(torch.count_nonzero(where)),
         elements=bad.numel(),
+        nan=result.nan,
+        posinf=result.posinf,
+        neginf=result.neginf,
         input_absmax=max(absmaxes, default=None),
         exact_absmax=beyond,
         exact_known=exact is not None,
@@ -71,8 +88,23 @@ def look_at(
         masked_rows=_masked_rows(operands, bad) if holds_inf and result.nan else 0,
         of_mask=any(t.dim() > 0 and bool(((t == 0) | (t == 1)).all()) for t in operands),
         no_elements=any(t.numel() == 0 for t in operands),
+        on_purpose=places and from_literal and not result.nan,
         constant=max((number for number in constants if math.isfinite(number)), default=None),
     )
+
+
+def counted_in(bad: torch.Tensor) -> torch.Tensor:
+    """Return where the result of an origin is bad (bool, same shape).
+
+    Beside NaN and +Inf, or in rows that keep a finite element, -Inf may be a mask's and is not counted, unless there is
+    nothing else.
+    """
+    soft = torch.isneginf(bad) if not bad.is_complex() else torch.zeros_like(bad, dtype=torch.bool)
+    hard = ~torch.isfinite(bad) & ~soft
+    if bool(hard.any()) or not bad.dim():
+        return hard if bool(hard.any()) else soft
+    lost = soft & ~torch.isfinite(bad).any(dim=-1, keepdim=True)
+    return lost if bool(lost.any()) else soft
 
 
 def _exact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bad: torch.Tensor) -> torch.Tensor | None:

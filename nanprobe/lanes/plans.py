@@ -9,12 +9,15 @@ import torch
 
 from nanprobe.lanes.exact import operation_name, repeatable
 
-__all__ = ["Plan", "plan_of"]
+__all__ = ["ALLOCATING", "OVERWRITES", "Plan", "plan_of"]
+
+ALLOCATING = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operations, without namespace and overload, whose result holds whatever the memory held."""
 
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
 """Operations whose result holds whatever the memory held: no values yet."""
 
-_OVERWRITES = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_",
+OVERWRITES = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_",
     "cauchy_", "log_normal_")  # fmt: skip
 """Operations that write to an operand without reading it, beside those with ``out=``."""
 
@@ -81,7 +84,7 @@ def plan_of(func: Any) -> Plan:
         passes=is_view or base in _UNWRITTEN or not (schema.returns or written or outs),
         written=tuple(written),
         outs=tuple(outs),
-        reads=not outs and base not in _OVERWRITES,
+        reads=not outs and base not in OVERWRITES,
         again=repeatable(func),
         is_sum=base in _SUMS,
         is_cast=base == "_to_copy" and torch.Tag.nondeterministic_seeded not in func.tags,

@@ -30,7 +30,7 @@ from nanprobe.lanes.process_state import ProcessState, low_flags, reference_flag
 from nanprobe.lanes.scales import window_of
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
 from nanprobe.lanes.step_facts import ScaleWindow
-from nanprobe.lanes.trace import Operations, Trace
+from nanprobe.lanes.trace import Operations, Trace, UnwrittenRun
 from nanprobe.numerics.autocast_regions import emulate_cuda
 from nanprobe.numerics.stats import difference, total_difference
 
@@ -40,6 +40,7 @@ __all__ = [
     "output_holds_loss",
     "reference_noise",
     "replay_lanes",
+    "run_with_memory",
     "scale_window",
     "trace_operations",
 ]
@@ -271,6 +272,16 @@ def trace_operations(
     lane that raises before its end is returned.
     """
     return _alone(spec, precision, lambda run: run.trace_operations(shadows=shadows, stretch=stretch))
+
+
+def run_with_memory(spec: ReplaySpec, precision: str, value: float) -> UnwrittenRun | None:
+    """Run forward and loss of one lane with new memory filled with ``value``; None when the model's code raises."""
+    try:
+        return _alone(replace(spec, backward=False), precision, lambda run: run.with_memory(value))
+    except (MemoryError, NanprobeError):
+        raise
+    except Exception:  # the model's own: it may stumble over what the memory holds
+        return None
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

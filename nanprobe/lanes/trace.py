@@ -29,6 +29,8 @@ __all__ = [
     "SampleDetail",
     "SaturationFact",
     "Trace",
+    "UnwrittenFact",
+    "UnwrittenRun",
     "VisitFact",
 ]
 
@@ -190,7 +192,10 @@ class OperationFact:
     that ran it. ``inside`` are the visits around it, outermost first, the loss function as ``IN_LOSS``. ``call`` is the
     public function behind it when it has another name. ``made_zero`` is the operation that flushed an operand to zero.
     ``absorbed_by`` is the module and the operation in which what came of it first turned finite again. ``index`` is the
-    first bad element's, ``samples`` those that hold any.
+    first counted element's, ``samples`` those that the counted elements belong to, None where the result does not
+    derive from the batch or no sample can be told. ``nan``, ``posinf`` and ``neginf`` count all of the result; -Inf
+    that a mask may have put there is in ``neginf`` and not in ``count``. ``on_purpose`` says that the
+    operation only put a literal +Inf somewhere, ``cause`` is the position of the fact that made the -Inf it was given.
     """
 
     module: str | None
@@ -218,6 +223,11 @@ class OperationFact:
     absorbed_by: tuple[str | None, str] | None = None
     index: tuple[int, ...] | None = None
     samples: tuple[int, ...] | None = None
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    on_purpose: bool = False
+    cause: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,8 +302,16 @@ class Operations:
     notes: tuple[str, ...] = ()
 
     def first_in(self, place: tuple[str, int]) -> OperationFact | None:
-        """Return the first origin inside a visit (or the loss function), None when there is none."""
-        return next((fact for fact in self.facts if place in fact.inside), None)
+        """Return the first origin inside a visit (or the loss function), None when there is none.
+
+        One that failed on good operands goes before one that put +Inf there on purpose.
+        """
+        inside = [fact for fact in self.facts if place in fact.inside]
+        return next((fact for fact in inside if not fact.on_purpose), inside[0] if inside else None)
+
+    def first_failing_on_inf(self) -> OperationFact | None:
+        """Return the first origin in forward or the loss that was given an Inf of nobody's making, None without one."""
+        return next((f for f in self.facts if f.operand_inf and not f.on_purpose and f.phase != "backward"), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +341,27 @@ class SaturationFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenFact:
+    """The operation that first read memory which nothing wrote; ``count`` of its result's ``elements`` depend on it."""
+
+    phase: str
+    module: str | None
+    visit: int | None
+    class_: str | None
+    op: str
+    count: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenRun:
+    """How a lane ended whose new memory was filled: whether badly, and who read what it ended badly for."""
+
+    bad: bool
+    reader: UnwrittenFact | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception that ended a lane: type and message in one line, and the innermost module that was running."""
 
@@ -341,6 +380,7 @@ class LaneTrace:
     ``bad_only_where_masked`` says, of a lane without a loss, that the NaN and Inf in the model's output all stand where
     a mask of the batch excludes them. ``step`` is what clipping and the optimizer made of the gradients, None when
     neither was asked for. ``scale_window`` are the loss scales that would serve, None when that was not looked for.
+    ``unwritten`` says that memory was allocated in forward or the loss that the next operation did not write whole.
     """
 
     precision: str
@@ -373,6 +413,7 @@ class LaneTrace:
     scale_window: ScaleWindow | None = None
     notes: tuple[str, ...] = ()
     saturated: tuple[SaturationFact, ...] = ()
+    unwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,11 +30,12 @@ from nanprobe.lanes.spec import LaneFailure, ReplaySpec, batch_size_of
 from nanprobe.lanes.stored import survey
 from nanprobe.out_of_memory import is_out_of_memory
 from nanprobe.pipeline.conditions import conditions, environment
+from nanprobe.pipeline.memory import to_unwritten_memory
 from nanprobe.pipeline.scaling import decide_backward, with_loss_scale, with_scale_window
 from nanprobe.pipeline.subject import Subject, load_subject
 from nanprobe.pipeline.tracing import to_operations
 from nanprobe.progress import SILENT, Progress
-from nanprobe.records import ReplayReport, Tool
+from nanprobe.records import Finding, ReplayReport, Tool
 from nanprobe.version import __version__
 
 __all__ = ["replay_command", "run_replay"]
@@ -151,6 +152,7 @@ def run_replay(
     timings["diagnose"] = time.perf_counter() - began
     noise = None
     settled = diagnoses
+    unwritten: tuple[Finding, ...] = ()
     if worth_repeating(diagnoses):
         began = time.perf_counter()
         noise = reference_noise(spec)
@@ -162,11 +164,12 @@ def run_replay(
         lanes = {reference: trace.reference, **trace.lanes}
         diagnoses = {name: to_operations(spec, lanes[name], diagnosis) for name, diagnosis in diagnoses.items()}
         notes.extend(note for diagnosis in diagnoses.values() for note in diagnosis.notes)
+        diagnoses, unwritten = to_unwritten_memory(spec, trace, diagnoses)
         timings["trace"] = time.perf_counter() - began
     by_name = {reference: trace.reference, **trace.lanes}
     diagnoses = {name: with_step(trace, by_name[name], diagnosis) for name, diagnosis in diagnoses.items()}
     doubts = (not_deterministic(reference, noise),) if noise else ()
-    told = (*findings(trace, diagnoses), *step_findings(trace), *doubts)
+    told = (*findings(trace, diagnoses), *step_findings(trace), *unwritten, *doubts)
     found = apply_ignores(with_window(told, trace.lanes), settings.ignore)
     lost = frozenset(n for n, d in settled.items() if d.divergence is not None and diagnoses[n].divergence is None)
     results = unsettled(precision_results(trace, diagnoses, found), lost)

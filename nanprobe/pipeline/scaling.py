@@ -44,13 +44,18 @@ def with_loss_scale(spec: ReplaySpec, settings: Settings, timings: dict[str, flo
         raise UsageError(
             "backward was asked for, but there is no loss: name one with `loss:`, or return it as output.loss"
         )
-    if not dynamic or not _scaled_gradients_overflow(trace):
+    if not dynamic or not _has_bad_gradients(trace.lanes["fp16"]):
         return trace, []
+    in_reference = _has_bad_gradients(trace.reference)
     if not math.isfinite(trace.lanes["fp16"].loss or 0.0):
-        return trace, ["no loss scale was looked for: the fp16 loss is non-finite before any scaling, so none can help"]
+        note = "no loss scale was looked for: the fp16 loss is non-finite before any scaling, so none can help"
+        return trace, [] if in_reference else [note]
     began = time.perf_counter()
     exponent = int(math.log2(DEFAULT_LOSS_SCALE))
-    fitting = largest_loss_scale(spec, "fp16", (2.0**k for k in range(exponent - 1, -1, -1)))
+    # What is bad without any scaling in FP32 can hardly be helped by a scale: then the smallest one tells.
+    fitting = largest_loss_scale(spec, "fp16", (1.0,)) if in_reference else 1.0
+    if fitting is not None:
+        fitting = largest_loss_scale(spec, "fp16", (2.0**k for k in range(exponent - 1, -1, -1)))
     timings["look for a loss scale"] = time.perf_counter() - began
     settled = fitting if fitting is not None else 1.0
     note = (
@@ -62,10 +67,11 @@ def with_loss_scale(spec: ReplaySpec, settings: Settings, timings: dict[str, flo
 
 
 def _scaled_gradients_overflow(trace: Trace) -> bool:
-    def bad(lane: LaneTrace) -> bool:
-        return any(g.nan or g.posinf or g.neginf for g in lane.gradients.values())
+    return _has_bad_gradients(trace.lanes["fp16"]) and not _has_bad_gradients(trace.reference)
 
-    return bad(trace.lanes["fp16"]) and not bad(trace.reference)
+
+def _has_bad_gradients(lane: LaneTrace) -> bool:
+    return any(g.nan or g.posinf or g.neginf for g in lane.gradients.values())
 
 
 def with_scale_window(spec: ReplaySpec, trace: Trace, timings: dict[str, float]) -> Trace:
