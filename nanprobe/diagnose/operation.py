@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from nanprobe.diagnose.cause import Cause, made_wrong_by
 from nanprobe.diagnose.drift import Drift
 from nanprobe.diagnose.explain import shown
 from nanprobe.diagnose.keeping import keep_in_fp32
@@ -84,7 +85,7 @@ def with_operations(
             return _refined(_moved(bad, cause), cause)
         if fact.operand_inf and not fact.masked_rows and earlier is not None:
             return _refined(_moved(bad, earlier), earlier)
-        return _refined(bad, fact)
+        return _explained(_refined(bad, fact), fact, operations)
 
     faults = tuple(
         dataclasses.replace(fault, first_bad=named(fault.first_bad)) if fault.stored is None else fault
@@ -325,10 +326,17 @@ _ADVICE: Mapping[str, tuple[str, str]] = {
     "underflow": ("raise-eps", "Use an eps that the format can hold, and put it where the value is still in FP32"),
     "masked-row": ("fix-mask", "Leave every row of the mask an unmasked entry, or zero those rows after the softmax"),
     "empty-reduction": ("rewrite", "Guard the reduction: clamp the number of elements that it divides by to 1"),
+    "cancellation": (
+        "rewrite",
+        "Compute the difference in FP32, or in a form that does not subtract near-equal values",
+    ),
     "unrepresentable-constant": ("rewrite", "Take the literal from torch.finfo(x.dtype), or mask with masked_fill"),
     "invalid-operation": ("rewrite", "Select with where or masked_fill instead of multiplying or adding an Inf"),
 }
 """What usually helps against a mechanism whatever the module: the kind of remedy and its text."""
+
+
+_ADVISED = {kind for kind, _ in _ADVICE.values()}
 
 
 def _offered(bad: FirstBad) -> FirstBad:
@@ -361,6 +369,30 @@ def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
     return _offered(refined)
 
 
+def _explained(bad: FirstBad, fact: OperationFact, operations: Operations) -> FirstBad:
+    """Return the fault with what made an operand wrong, where that can be told; FP64 all the way is then finite."""
+    number = operations.constants.get(fact.record) if fact.record is not None else None
+    if number is not None:
+        record = operations.records[number]
+        pairs = " and ".join(f"{given:.10g} as {held:.10g}" for given, held in record.rounded)
+        gone = any(held == 0 for _, held in record.rounded)
+        cause = Cause(record=record, mechanism="underflow" if gone else "unrepresentable-constant")
+        why = f"{record.dtype} holds {pairs}, which {record.op} was given; FP64 with that fails too, without it not"
+    else:
+        found = made_wrong_by(operations, fact)
+        if found is None:
+            return bad
+        cause, record = found, found.record
+        why = (
+            f"{record.wrong:,} of {record.elements:,} results of {record.op} are off by no less than their exact value"
+        )
+    where = f"{record.module or 'the model itself'}" if record.phase != "loss" else "the loss"
+    inside = f" (in {where})" if record.module != fact.module or record.phase != fact.phase else ""
+    remedies = tuple(r for r in bad.remedies if bad.mechanism == cause.mechanism or r.kind not in _ADVISED)
+    text = f"{bad.explanation} The operand is wrong already: {why}{inside}."
+    return _offered(dataclasses.replace(bad, mechanism=cause.mechanism, explanation=text, remedies=remedies))
+
+
 def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:
     """Tell the mechanism from the operands and from what FP64 makes of them; None where these do not tell."""
     fmt = by_dtype(fact.dtype)
@@ -373,6 +405,8 @@ def _mechanism(bad: FirstBad, fact: OperationFact) -> str | None:
     if fact.exact_absmax is not None and fmt is not None:
         added = fact.op.removeprefix("aten.").rstrip("_") in ("add", "sub", "rsub") or fact.of_mask
         if added and fact.constant is not None and fact.constant >= fmt.overflow_threshold:
+            return "unrepresentable-constant"
+        if fact.literal is not None and fact.literal >= fmt.overflow_threshold:
             return "unrepresentable-constant"
         return "overflow"
     if not fact.exact_known:

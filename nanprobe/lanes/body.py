@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from nanprobe.lanes.lane import Lane, first_line
 from nanprobe.lanes.lane_model import LaneModel, copy_model
 from nanprobe.lanes.masked import bad_only_where_masked
 from nanprobe.lanes.observer import Observer
-from nanprobe.lanes.operation_trace import OperationTrace, Stretch
+from nanprobe.lanes.operation_trace import NOTHING_HELD, OperationTrace, Stretch
 from nanprobe.lanes.spec import HALF, ReplaySpec, find_loss, torch_dtype
 from nanprobe.lanes.step import StepSpec, take_step
 from nanprobe.lanes.step_facts import StepFact
@@ -183,12 +183,14 @@ class LaneRun:
             parameter.grad = None
         return fits
 
-    def trace_operations(self, *, shadows: bool, stretch: Stretch | None) -> Operations:
+    def trace_operations(
+        self, *, shadows: bool, stretch: Stretch | None, held: Mapping[int, bool] = NOTHING_HELD
+    ) -> Operations:
         """Run the lane alone, through backward if it is replayed, and return what its operations did.
 
         What was seen before the model's own code raised is returned as well.
         """
-        trace = self.lane.operations = self._operation_trace(shadows=shadows, stretch=stretch)
+        trace = self.lane.operations = self._operation_trace(shadows=shadows, stretch=stretch, held=held)
         try:
             with self._context():
                 loss = self._forward()
@@ -217,7 +219,9 @@ class LaneRun:
         readers = (trace.reader_of(t) for t in bad)
         return UnwrittenRun(bad=bool(bad), reader=next((r for r in readers if r is not None), None))
 
-    def _operation_trace(self, *, shadows: bool, stretch: Stretch | None = None) -> OperationTrace:
+    def _operation_trace(
+        self, *, shadows: bool, stretch: Stretch | None = None, held: Mapping[int, bool] = NOTHING_HELD
+    ) -> OperationTrace:
         lane, spec = self.lane, self.spec
         trace = OperationTrace(
             lambda: lane.phase,
@@ -228,6 +232,7 @@ class LaneRun:
             local_error=spec.local_error,
             batch_size=spec.batch_size,
             batch_dim=spec.batch_dim,
+            held=held,
         )
         if not self.is_reference:
             exact = {**dict(spec.model.named_parameters()), **dict(spec.model.named_buffers())}

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from nanprobe.lanes.backward import NodeWatch, forward_operation
 from nanprobe.lanes.callers import public_function
 from nanprobe.lanes.exact import evaluated, floating, off_the_record
 from nanprobe.lanes.lineage import Lineage
+from nanprobe.lanes.literals import Literals
 from nanprobe.lanes.mirrors import Mirrors, weakly
 from nanprobe.lanes.operations import counted_in, look_at
 from nanprobe.lanes.plans import Plan, plan_of
@@ -41,10 +43,13 @@ from nanprobe.lanes.trace import IN_LOSS, OperationFact, OperationRecord, Operat
 from nanprobe.numerics.stats import Difference, difference, is_finite, measure_against
 from nanprobe.out_of_memory import is_out_of_memory
 
-__all__ = ["OperationTrace", "Stretch"]
+__all__ = ["NOTHING_HELD", "OperationTrace", "Stretch"]
 
 Stretch = tuple[tuple[str, int], tuple[str, int]]
 """The (module, visit) whose beginning starts the shadows and the one whose end ends them."""
+
+NOTHING_HELD: Mapping[int, bool] = MappingProxyType({})
+"""No operation whose shadow is made of the lane's own operands."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_FACTS = 1_000
@@ -56,6 +61,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ``phase`` tells what the lane is at ("forward", "loss" or "backward"), ``nodes`` which visit made an autograd node.
     ``parameters`` names parameters by the identity of their tensors. Without ``shadows`` only non-finite values are
     looked at; with a ``stretch`` there are shadows inside it only. ``local_error`` measures local errors as well.
+    Operations whose records have the numbers ``held`` get the lane's own operands in the shadow as well, and, where
+    that is true, constants as the format holds them.
     ``kernels`` are the last to make something non-finite in each autograd node, by the node's sequence number.
     """
 
@@ -70,6 +77,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         local_error: bool = True,
         batch_size: int | None = None,
         batch_dim: int = 0,
+        held: Mapping[int, bool] = NOTHING_HELD,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # and __init__ as well
         self.facts: list[OperationFact] = []
@@ -81,6 +89,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._stretch = stretch
         self._local_error = local_error
         self._lineage = Lineage(batch_size, batch_dim)
+        self._held = held
+        self._literals = Literals()
         self._wanted = shadows
         self._shadowing = shadows and stretch is None
         self._mirrors = Mirrors()
@@ -192,6 +202,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if func is torch.ops.aten.detach.default and self._shadowing:
                 self._let_go(args[0])
             return func(*args, **kwargs)
+        if types:  # a tensor that wraps others; what it does inside is its own
+            self._notes[f"{plan.name} (on {types[0].__name__}, not looked into)"] += 1
+            return func(*args, **kwargs)
         call = _Call(args, kwargs, plan.repeats(args, kwargs))
         if plan.writes:
             with off_the_record():
@@ -204,6 +217,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 self._lineage.follow(func, plan, args, kwargs, result)
         if call.outputs:
             with off_the_record():
+                self._literals.note(plan, call.before, call.outputs)
                 self._look_if_possible(func, plan, call)
         return result
 
@@ -238,9 +252,12 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return
         call.makers = self._makers(_operands(plan, (args, kwargs)))
         if call.again:
+            held = len(self.records) in self._held
             for position, output in enumerate(call.outputs):
                 target = self._mirrors.writable(output, len(self.records) + position)
                 call.targets[id(output)] = output.to(torch.float64, copy=True) if target is None else target
+                if held and target is not None:
+                    target.copy_(output)
 
     def _makers(self, operands: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(m for m in map(self._mirrors.maker, operands) if m is not None))
@@ -261,17 +278,17 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         shadows, note = self._shadows(func, plan, call)
         local = self._locally(func, plan, call) if shadows is not None else None
         place = self._place()
-        first_bad = None
+        first_bad = bad_record = None
         for number, output in enumerate(outputs):
             shadow = shadows[number] if shadows is not None else None
             alone = local[number] if local is not None else None
             record = self._record(plan, call, place, output, shadow, alone, note)
             self.records.append(record)
             if record.bad and first_bad is None:
-                first_bad = output
+                first_bad, bad_record = output, record.order
             if not plan.writes and shadow is not None and (record.error != 0 or record.bad):
                 self._put(call, output, shadow, record.order)
-        self._follow(func, plan, call, first_bad, place)
+        self._follow(func, plan, call, first_bad, place, bad_record)
 
     # -- shadows ---------------------------------------------------------------------------------------------------
 
@@ -293,6 +310,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 error=made.error,
                 local=0.0 if self._local_error else None,
                 flushed=made.flushed,
+                wrong=made.wrong,
             )
         )
         return True
@@ -341,16 +359,20 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 return target
             if not _is_number(tensor):
                 return tensor.detach()
-            mine = self._mirrors.of(tensor)
+            mine = self._mirrors.of(tensor) if held is None else None
             exact = _to(tensor.detach() if mine is None else mine, dtype)
             mirrors.add(_memory(exact))
             return exact
 
+        args, kwargs = call.args, call.kwargs
+        held = self._held.get(len(self.records))
+        if held:
+            args, kwargs = _as_held((args, kwargs), call.outputs[0].dtype)
         results = None
         if id(func) not in self._narrow:
-            results = evaluated(func, call.args, call.kwargs, lambda t: shadow(t, torch.float64), torch.float64)
+            results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float64), torch.float64)
         if results is None and not call.targets:
-            results = evaluated(func, call.args, call.kwargs, lambda t: shadow(t, torch.float32), torch.float32)
+            results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float32), torch.float32)
             if results is not None:
                 self._narrow.add(id(func))
         if results is None:
@@ -391,19 +413,20 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         note: str | None,
     ) -> OperationRecord:
         size = error = local = absorbed = None
-        flushed = bad = 0
+        flushed = underflowed = wrong = bad = 0
         if shadow is not None:
             stats, diff = measure_against(output, shadow)
             bad = stats.bad
             if diff is not None:
                 size, error = _norms(output, shadow, diff, bad)
-                flushed = diff.flushed
+                flushed, wrong = diff.flushed, diff.wrong
         elif not is_finite(output):
             bad = output.numel()
         if error is not None and self._local_error:
-            local = error
+            local, underflowed = error, flushed
             if alone is not None:
-                diff = difference(output, alone)
+                diff = measure_against(output, alone)[1] if flushed else difference(output, alone)
+                underflowed = diff.flushed if diff is not None else 0
                 local = _norms(output, alone, diff, bad)[1] if diff is not None else None
         if plan.is_sum and local:
             absorbed = _absorbed(call.operands, local)
@@ -413,6 +436,8 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             error=error,
             local=local,
             flushed=flushed,
+            underflowed=underflowed,
+            wrong=wrong,
             bad=bad,
             absorbed=absorbed,
             of_integers=plan.is_cast and not call.args[0].dtype.is_floating_point,
@@ -439,7 +464,13 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         )
 
     def _follow(
-        self, func: Any, plan: Plan, call: _Call, bad: torch.Tensor | None, place: dict[str, Any] | None
+        self,
+        func: Any,
+        plan: Plan,
+        call: _Call,
+        bad: torch.Tensor | None,
+        place: dict[str, Any] | None,
+        record: int | None = None,
     ) -> None:
         """Note an origin of non-finite values, what comes of it, and where it turns finite again."""
         origin = self._origin_of(call) if self._tainted else None
@@ -459,6 +490,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if fact is not None:
                 cause = origin if origin is not None and not placed else None
                 origin = len(self.facts)
+                fact = dataclasses.replace(fact, record=record)
                 self.facts.append(dataclasses.replace(self._completed(fact, plan, call, bad, place), cause=cause))
         if origin is not None:
             for output in call.outputs:
@@ -498,6 +530,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             sequence=place["sequence"],
             index=_first_of(counted) if strided else None,
             samples=self._lineage.samples(bad, counted) if of_samples else None,
+            literal=self._literals.equal(fact.exact_absmax, call.operands) if plan.moves else None,
             made_zero=self._made_zero(call) if fact.operand_zero and self._shadowing else None,
         )
 
@@ -627,6 +660,15 @@ def _absorbed(operands: list[torch.Tensor], local: float) -> float | None:
     norms = [float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) for t in operands]
     smaller, larger = min(norms), max(norms)
     return local / smaller if 0 < smaller < larger and math.isfinite(larger) else None
+
+
+def _as_held(call: tuple[tuple[Any, ...], dict[str, Any]], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the arguments of a call with their float constants as a format holds them."""
+
+    def held(value: Any) -> Any:
+        return float(torch.tensor(value, dtype=torch.float64).to(dtype)) if isinstance(value, float) else value
+
+    return tuple(map(held, call[0])), {key: held(value) for key, value in call[1].items()}
 
 
 def _rounded(call: _Call, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:

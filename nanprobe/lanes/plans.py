@@ -30,13 +30,32 @@ _WITH_BOUNDS = (
 """Operations that turn a number among their arguments into the result's own format."""
 
 
+_MOVING = (
+    *("_to_copy", "to", "copy", "copy_", "clone", "cat", "stack", "expand_copy", "repeat", "index", "index_select"),
+    *(
+        "gather",
+        "tril",
+        "triu",
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "constant_pad_nd",
+        "contiguous",
+        "roll",
+        "flip",
+    ),
+)
+"""Operations whose result holds the values of their operands, in another place or format."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to treat one operation.
 
     ``passes``: there is nothing to look at. ``written`` are the positions of the arguments it writes to, ``outs`` the
-    names of its ``out=`` arguments; ``reads`` says whether what it writes to is an operand as well. ``again`` says that
-    it can be evaluated once more. ``dropout`` is the position of the share that attention drops at random.
+    names of its ``out=`` arguments; ``reads`` says whether what it writes to is an operand as well. ``again`` says
+    that it can be evaluated once more, ``moves`` that its result holds its operands' values. ``dropout`` is the
+    position of the share that attention drops at random.
     """
 
     name: str
@@ -48,6 +67,7 @@ class Plan:
     is_sum: bool
     is_cast: bool
     has_bounds: bool
+    moves: bool
     dropout: int | None = None
 
     @property
@@ -89,5 +109,6 @@ def plan_of(func: Any) -> Plan:
         is_sum=base in _SUMS,
         is_cast=base == "_to_copy" and torch.Tag.nondeterministic_seeded not in func.tags,
         has_bounds=base in _WITH_BOUNDS,
+        moves=base in _MOVING,
         dropout=next((n for n, a in enumerate(schema.arguments) if a.name == "dropout_p"), None),
     )

@@ -10,7 +10,7 @@ import contextvars
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -25,7 +25,7 @@ from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
 from nanprobe.lanes.conductor import Conductor
-from nanprobe.lanes.operation_trace import Stretch
+from nanprobe.lanes.operation_trace import NOTHING_HELD, Stretch
 from nanprobe.lanes.process_state import ProcessState, low_flags, reference_flags
 from nanprobe.lanes.scales import window_of
 from nanprobe.lanes.spec import LaneFailure, ReplaySpec
@@ -264,14 +264,20 @@ def scale_window(spec: ReplaySpec, precision: str, trace: Trace) -> ScaleWindow 
 
 
 def trace_operations(
-    spec: ReplaySpec, precision: str, *, shadows: bool = True, stretch: Stretch | None = None
+    spec: ReplaySpec,
+    precision: str,
+    *,
+    shadows: bool = True,
+    stretch: Stretch | None = None,
+    held: Mapping[int, bool] = NOTHING_HELD,
 ) -> Operations:
     """Run one lane alone and return what its operations did; without ``shadows`` only where they went non-finite.
 
     ``stretch`` bounds the shadows: from the beginning of one (module, visit) to the end of another. What was seen of a
-    lane that raises before its end is returned.
+    lane that raises before its end is returned. ``held`` are the numbers of records whose operations get the lane's
+    own operands in the shadow too, and, where that is true, constants as the format holds them.
     """
-    return _alone(spec, precision, lambda run: run.trace_operations(shadows=shadows, stretch=stretch))
+    return _alone(spec, precision, lambda run: run.trace_operations(shadows=shadows, stretch=stretch, held=held))
 
 
 def run_with_memory(spec: ReplaySpec, precision: str, value: float) -> UnwrittenRun | None:

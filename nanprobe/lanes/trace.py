@@ -196,6 +196,8 @@ class OperationFact:
     derive from the batch or no sample can be told. ``nan``, ``posinf`` and ``neginf`` count all of the result; -Inf
     that a mask may have put there is in ``neginf`` and not in ``count``. ``on_purpose`` says that the
     operation only put a literal +Inf somewhere, ``cause`` is the position of the fact that made the -Inf it was given.
+    ``record`` is the number of its record, None outside the shadows. ``literal`` is the number of the code's own that
+    its exact result is, None where it is a result of others.
     """
 
     module: str | None
@@ -228,6 +230,8 @@ class OperationFact:
     neginf: int = 0
     on_purpose: bool = False
     cause: int | None = None
+    record: int | None = None
+    literal: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +248,10 @@ class OperationRecord:
     ``size``, ``error`` and ``local`` are 2-norms: of the FP64 shadow, of the distance from it (the accumulated error),
     and of the distance from what the operation gives on its actual operands. ``error`` is infinite where the result is
     non-finite and the shadow is not. None where no shadow could be had: ``note`` says why. ``flushed`` elements are
-    zero here and not in the shadow. ``absorbed`` is the share of the smaller operand of a sum, by 2-norm, that the
-    result lacks; ``rounded`` pairs constants among the arguments with what the format holds of them.
+    zero here and not in the shadow, ``underflowed`` ones zero here and not exactly on the actual operands; ``wrong``
+    ones are off by no less than their shadow, as a zero or a wrong sign is. ``absorbed`` is the share of the smaller
+    operand of a sum, by 2-norm, that the result lacks; ``rounded`` pairs constants among the arguments with what the
+    format holds of them.
     """
 
     order: int
@@ -265,6 +271,8 @@ class OperationRecord:
     error: float | None = None
     local: float | None = None
     flushed: int = 0
+    underflowed: int = 0
+    wrong: int = 0
     bad: int = 0
     absorbed: float | None = None
     of_integers: bool = False
@@ -293,11 +301,14 @@ class Operations:
     """What the operation trace of one lane saw: origins of non-finite values, and a record per result.
 
     ``facts`` and ``records`` are in execution order; a record's ``order`` is its position. ``whole`` says that every
-    operation was shadowed, not only a stretch of them. ``notes`` say what could not be looked into, with counts.
+    operation was shadowed, not only a stretch of them. ``constants`` names, by the number of a failed record, the
+    record whose rounded constant makes its shadow fail as well. ``notes`` say what could not be looked into, with
+    counts.
     """
 
     facts: tuple[OperationFact, ...] = ()
     records: tuple[OperationRecord, ...] = ()
+    constants: Mapping[int, int] = field(default_factory=dict)
     whole: bool = True
     notes: tuple[str, ...] = ()
 

@@ -69,12 +69,14 @@ class Summary(NamedTuple):
 class Distance(NamedTuple):
     """Squared 2-norms of the difference and of the reference; NaN or Inf when a non-finite element took part.
 
-    ``flushed`` counts elements that are zero where the reference is not; it is counted along with a summary only.
+    ``flushed`` counts elements that are zero where the reference is not, ``wrong`` those that are off by no less than
+    the reference itself, which is not zero; both are counted along with a summary only.
     """
 
     error_squares: float = 0.0
     reference_squares: float = 0.0
     flushed: int = 0
+    wrong: int = 0
 
 
 @_compiled
@@ -172,6 +174,18 @@ def _apart(values: Any, reference: Any, factor: Any) -> Any:
 
 
 @_compiled
+def _apart_and_wrong(values: Any, reference: Any, factor: Any) -> Any:
+    error, size, wrong = 0.0, 0.0, int64(0)
+    for i in range(values.shape[0]):
+        r = float64(reference[i])
+        d = float64(values[i]) * factor - r
+        error += d * d
+        size += r * r
+        wrong += int64(abs(d) >= abs(r)) & int64(r != 0.0)
+    return error, size, wrong
+
+
+@_compiled
 def _flushed(values: Any, reference: Any) -> Any:
     count = int64(0)
     for i in range(values.shape[0]):
@@ -215,6 +229,7 @@ def _block64(bits: Any, values: Any, tiny: Any) -> Any:
 def _float32(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
     nan = posinf = neginf = zero = subnormal = 0
     low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
+    wrong = 0
     for start in range(0, values.shape[0], _BLOCK):
         numbers = values[start : start + _BLOCK]
         if counting:
@@ -224,16 +239,20 @@ def _float32(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, cou
             total, squares = total + t, squares + q
             if z and reference.shape[0]:
                 flushed += _flushed(numbers, reference[start : start + _BLOCK])
-        if reference.shape[0]:
+        if counting and reference.shape[0]:
+            e, r, w = _apart_and_wrong(numbers, reference[start : start + _BLOCK], factor)
+            error, size, wrong = error + e, size + r, wrong + w
+        elif reference.shape[0]:
             e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
             error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed, wrong
 
 
 @_compiled
 def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, counting: Any) -> Any:
     nan = posinf = neginf = zero = subnormal = 0
     low, high, total, squares, error, size, flushed = np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0, 0
+    wrong = 0
     for start in range(0, values.shape[0], _BLOCK):
         numbers = values[start : start + _BLOCK]
         if counting:
@@ -243,10 +262,13 @@ def _float64(values: Any, bits: Any, tiny: Any, reference: Any, factor: Any, cou
             total, squares = total + t, squares + q
             if z and reference.shape[0]:
                 flushed += _flushed(numbers, reference[start : start + _BLOCK])
-        if reference.shape[0]:
+        if counting and reference.shape[0]:
+            e, r, w = _apart_and_wrong(numbers, reference[start : start + _BLOCK], factor)
+            error, size, wrong = error + e, size + r, wrong + w
+        elif reference.shape[0]:
             e, r = _apart(numbers, reference[start : start + _BLOCK], factor)
             error, size = error + e, size + r
-    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed
+    return nan, posinf, neginf, zero, subnormal, low, high, total, squares, error, size, flushed, wrong
 
 
 @functools.cache

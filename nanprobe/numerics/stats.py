@@ -77,8 +77,8 @@ class Difference(NamedTuple):
     """Squared 2-norms of (value - reference) and of the reference, over elements finite in both.
 
     ``compared`` counts those elements. ``new_neginf`` counts elements that are -Inf here only, ``lost`` those among
-    them that are no harmless effect of a mask. ``flushed`` counts elements that are zero here and not in the reference
-    (by :func:`measure_against` only).
+    them that are no harmless effect of a mask. ``flushed`` counts elements that are zero here and not in the reference,
+    ``wrong`` those that are off by no less than the reference, which is not zero (by :func:`measure_against` only).
     """
 
     error_squares: float
@@ -87,6 +87,7 @@ class Difference(NamedTuple):
     new_neginf: int = 0
     lost: int = 0
     flushed: int = 0
+    wrong: int = 0
 
     @property
     def rel_error(self) -> float | None:
@@ -274,9 +275,10 @@ def _on_device(
         exact = reference.to(torch.float64)
         error = wide.to(torch.float64) * factor - exact
         flushed = ((wide == 0) & (exact != 0)).sum().to(torch.float64)
-        parts.append(torch.stack([error.square().sum(), exact.square().sum(), flushed]))
+        wrong = ((error.abs() >= exact.abs()) & (exact != 0)).sum().to(torch.float64)
+        parts.append(torch.stack([error.square().sum(), exact.square().sum(), flushed, wrong]))
     nan, posinf, neginf, zero, subnormal, low, high, total, squares, *rest = torch.cat(parts).tolist()
-    distance = kernels.Distance(rest[0], rest[1], int(rest[2])) if rest else kernels.Distance(math.nan, math.nan)
+    distance = kernels.Distance(*rest[:2], *map(int, rest[2:])) if rest else kernels.Distance(math.nan, math.nan)
     summary = kernels.Summary(int(nan), int(posinf), int(neginf), int(zero), int(subnormal), low, high, total, squares)
     return summary, distance
 
@@ -347,10 +349,11 @@ def _judge(
             reference_squares=distance.reference_squares,
             compared=values.numel(),
             flushed=distance.flushed,
+            wrong=distance.wrong,
         )
     wide = values.to(torch.float64) / scale
     result = _careful(wide, exact.to(torch.float64), mask_fill(values.dtype), floor)
-    result = result._replace(flushed=distance.flushed)
+    result = result._replace(flushed=distance.flushed, wrong=distance.wrong)
     if result.new_neginf and not tensor.is_nested and tensor.dim() > 0:
         result = result._replace(lost=_lost(tensor, reference))
     return result
@@ -366,6 +369,7 @@ def total_difference(parts: Iterable[Difference]) -> Difference:
         new_neginf=sum(part.new_neginf for part in parts),
         lost=sum(part.lost for part in parts),
         flushed=sum(part.flushed for part in parts),
+        wrong=sum(part.wrong for part in parts),
     )
 
 

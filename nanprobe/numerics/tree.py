@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "named_tensors", "uninspected"]
+__all__ = ["is_wrapper", "map_tensors", "named_tensors", "uninspected"]
 
 _PLAIN = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None)),
@@ -44,18 +44,37 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor runs Python code at every operation and may have no memory of its own to look at."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def _inner(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of what a wrapper holds, as it says itself; nothing where it does not say."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten is not None else []
+    return [(name, held) for name in names if isinstance(held := getattr(tensor, name, None), torch.Tensor)]
+
+
 def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every tensor inside ``value``, each tensor object once, in order of appearance."""
-    if isinstance(value, torch.Tensor):
+    """Yield (path, tensor) for every tensor inside ``value``, each tensor object once, in order of appearance.
+
+    Of a tensor that wraps others (jagged, distributed, quantised by a library), those others.
+    """
+    if isinstance(value, torch.Tensor) and not is_wrapper(value):
         yield prefix, value
         return
     seen: set[int] = set()
 
     def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(node, torch.Tensor):
-            if id(node) not in seen:
+            if id(node) not in seen and depth <= _MAX_DEPTH:
                 seen.add(id(node))
-                yield path, node
+                if not is_wrapper(node):
+                    yield path, node
+                    return
+                for name, held in _inner(node):
+                    yield from walk(held, f"{path}.{name}" if path else name, depth + 1)
             return
         children = _children(node)
         if not children or depth > _MAX_DEPTH or id(node) in seen:
@@ -72,7 +91,9 @@ def uninspected(value: Any) -> str | None:
 
     A value counts as looked into when a tensor was found in it or when it is made of plain Python values alone.
     """
-    if isinstance(value, (torch.Tensor, *_PLAIN)):
+    if isinstance(value, torch.Tensor):
+        return type(value).__qualname__ if is_wrapper(value) and not _inner(value) else None
+    if isinstance(value, _PLAIN):
         return None
     children = _children(value)
     if children is None:

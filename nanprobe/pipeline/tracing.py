@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nanprobe.diagnose.cause import constants_before, still_fails
 from nanprobe.diagnose.drift import Drift, drift_of
 from nanprobe.diagnose.lane import LaneDiagnosis
 from nanprobe.diagnose.operation import places_to_trace, with_drift, with_operations, without_drift
 from nanprobe.lanes.operation_trace import Stretch
 from nanprobe.lanes.run import trace_operations
 from nanprobe.lanes.spec import ReplaySpec
-from nanprobe.lanes.trace import IN_LOSS, LaneTrace, Operations
+from nanprobe.lanes.trace import IN_LOSS, LaneTrace, OperationFact, Operations
 from nanprobe.records import Divergence
 
 __all__ = ["WHOLE_UP_TO", "to_operations"]
@@ -40,6 +41,7 @@ def to_operations(spec: ReplaySpec, lane: LaneTrace, diagnosis: LaneDiagnosis) -
     tolerance = divergence.tolerance if divergence is not None else None
     size = sum(p.numel() for p in spec.model.parameters()) + sum(m.elements for m in lane.measures.values())
     seen, drift = Operations(), None
+    stretch: Stretch | None = None
     for stretch in [None] if size <= WHOLE_UP_TO else _stretches(lane, divergence, place):
         seen = trace_operations(spec, name, stretch=stretch)
         if divergence is None or tolerance is None:
@@ -47,12 +49,34 @@ def to_operations(spec: ReplaySpec, lane: LaneTrace, diagnosis: LaneDiagnosis) -
         drift = drift_of(seen, divergence.phase, _place_of(divergence), tolerance)
         if stretch is None or _accounts_for(drift, divergence):
             break
+    seen = _with_constants(spec, name, stretch, seen, diagnosis)
     named = with_operations(diagnosis, seen, backward=lane.backward_origin)
     if drift is not None:
         named = with_drift(named, drift)
     elif divergence is not None and divergence.phase == "forward" and seen.whole and seen.records and not seen.notes:
         named = without_drift(named)
     return replace(named, notes=tuple(f"operations of {name}: {note}" for note in seen.notes))
+
+
+def _with_constants(
+    spec: ReplaySpec, name: str, stretch: Stretch | None, seen: Operations, diagnosis: LaneDiagnosis
+) -> Operations:
+    """Return what was seen with the constants that failures come from; each is tried by tracing the lane again."""
+    found: dict[int, int] = {}
+    for place in places_to_trace(diagnosis):
+        fact = seen.first_in(place)
+        suspects = constants_before(seen, fact) if fact is not None else ()
+        if fact is None or fact.record is None or fact.record in found or not suspects:
+            continue
+
+        def fails(number: int, rounded: bool, fact: OperationFact = fact) -> bool:
+            again = trace_operations(spec, name, stretch=stretch, held={number: rounded})
+            return still_fails(seen, again, fact)
+
+        guilty = next((n for n in suspects if fails(n, True) and not fails(n, False)), None)
+        if guilty is not None:
+            found[fact.record] = guilty
+    return replace(seen, constants=found)
 
 
 def _place_of(divergence: Divergence) -> tuple[str, int] | None:
