@@ -352,15 +352,17 @@ def _offered(bad: FirstBad) -> FirstBad:
 def _refined(bad: FirstBad, fact: OperationFact) -> FirstBad:
     if fact.parameter is not None and bad.precision_related and fact.exact_absmax is not None:
         return _cast_parameter(bad, fact)
+    # A visit's output of the same elements was compared with FP32's, and has the dimensions that the user knows.
+    same = fact.elements == bad.elements and fact.samples == bad.samples
     refined = dataclasses.replace(
         bad,
         op=fact.op,
         call=fact.call,
         absorbed_op=fact.absorbed_by[1] if fact.absorbed_by is not None and bad.absorbed_by is not None else None,
         mechanism=_mechanism(bad, fact) or bad.mechanism,
-        count=fact.count,
-        elements=fact.elements,
-        index=fact.index,
+        count=bad.count if same else fact.count,
+        elements=bad.elements if same else fact.elements,
+        index=bad.index if same else fact.index,
         samples=fact.samples,
         input_absmax=fact.input_absmax if bad.input_absmax is None else bad.input_absmax,
         reference_absmax=fact.exact_absmax if bad.reference_absmax is None else bad.reference_absmax,

@@ -42,5 +42,5 @@ def to_unwritten_memory(
         if zeros is not None and not zeros.bad:
             lane = trace.reference if name == spec.reference else trace.lanes[name]
             found[name] = with_unwritten(lane, diagnosis, fact)
-            named = named or found[name] is not diagnosis
+            named = named or (name != spec.reference and found[name] is not diagnosis)
     return found, () if named else (unwritten_finding(fact),)

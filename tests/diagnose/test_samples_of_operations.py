@@ -87,3 +87,36 @@ def test_minus_inf_by_arithmetic_stays_to_blame_when_the_loss_fails_on_it() -> N
     report = compare(model, torch.randn(4, 4), loss=lambda y, _: (y.float() * 0).mean())
     first = bad(report, "fp16")
     assert (first.phase, first.module, first.op, first.mechanism) == ("forward", "2", "aten.log", "domain-error"), first
+
+
+def _entropy(select: bool) -> Any:
+    def loss(output: Tensor, _: Any) -> Tensor:
+        log_p = output.log_softmax(-1)
+        terms = log_p.exp() * (torch.where(torch.isinf(log_p), torch.zeros_like(log_p), log_p) if select else log_p)
+        return -terms.sum(-1).mean()
+
+    return loss
+
+
+def test_minus_inf_put_there_on_purpose_is_the_fault_of_the_loss_that_multiplies_it() -> None:
+    keep = torch.ones(4, 4, dtype=torch.bool)
+    keep[2, 1] = False
+    model = nn.Sequential(mlp(4), Do(lambda x: x.masked_fill(~keep, -math.inf)))
+    first = bad(compare(model, torch.randn(4, 4), loss=_entropy(select=False)), "fp16")
+    assert (first.phase, first.module, first.op, first.mechanism) == ("loss", None, "aten.mul", "invalid-operation")
+    assert (first.samples, first.index, first.precision_related) == ((2,), (2, 1), False)
+    report = compare(model, torch.randn(4, 4), loss=_entropy(select=True), backward=False)
+    assert report.exit_code == 0, report.render()
+
+
+def test_gradients_that_are_bad_in_fp32_too_are_judged_without_a_loss_scale() -> None:
+    branch = Do(lambda t: torch.where(t < 50, t.exp(), t))
+    x = torch.rand(4, 4)
+    x[1, 2] = 100.0
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), branch, nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(4))
+        model[1].bias.zero_()
+    report = compare(model, x, loss=lambda y, _: y.float().square().mean())
+    first = bad(report, "fp16")
+    assert (first.phase, first.module, first.op, first.mechanism) == ("backward", "2", "aten.exp", "masked-gradient")
