@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanprobe.catalogue import MECHANISMS
 from nanprobe.config import checks
@@ -54,6 +54,9 @@ def _validate(owner: object, rules: Mapping[str, Check]) -> None:
         except Unfit as error:
             raise UsageError(f"{name.rstrip('_')}: {error}") from None
         object.__setattr__(owner, name, value)
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,16 @@ class Tolerance:
         _validate(self, rules)
 
 
+def _records(given: Any, name: str, kind: type[T]) -> tuple[T, ...]:
+    """Return a list of records as a tuple; UsageError when it is none or holds something else."""
+    if isinstance(given, (list, tuple)):
+        other = next((item for item in given if not isinstance(item, kind)), None)
+        if other is None:
+            return tuple(given)
+        given = other
+    raise UsageError(f"{name}: expected a list of {kind.__name__}, got {checks.describe(given)}")
+
+
 SETTING_CHECKS: Mapping[str, Check] = {
     "mode": checks.one_of(*checks.MODES),
     "autocast_policy": checks.one_of(*checks.AUTOCAST_POLICIES),
@@ -235,8 +248,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         _validate(self, SETTING_CHECKS)
-        object.__setattr__(self, "ignore", tuple(self.ignore))
-        object.__setattr__(self, "tolerances", tuple(self.tolerances))
+        object.__setattr__(self, "ignore", _records(self.ignore, "ignore", IgnoreRule))
+        object.__setattr__(self, "tolerances", _records(self.tolerances, "tolerances", Tolerance))
 
     def resolved_train(self, *, loss_given: bool) -> bool:
         """Return whether the model is in training mode; by default so when a loss is given or backward is asked for."""

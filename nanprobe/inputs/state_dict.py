@@ -120,9 +120,17 @@ def read_optimizer_state(path: str | os.PathLike[str]) -> dict[str, Any]:
                     values.setdefault(name, value)
         groups = _node(tree, (*prefix[:-1], "param_groups"))
         if isinstance(groups, (list, tuple)):
-            listed = [list(mapping(group).get("params") or ()) for group in groups]
-            return {"state": state, "param_groups": [{"params": ids} for ids in listed]}
+            return {"state": state, "param_groups": [_plain_group(mapping(group)) for group in groups]}
     return {"state": state, "param_groups": []}
+
+
+def _plain_group(group: dict[Any, Any]) -> dict[str, Any]:
+    """Return a parameter group's plain settings and its lists of numbers and names."""
+    plain = {
+        key: value for key, value in group.items() if isinstance(key, str) and isinstance(value, (int, float, str))
+    }
+    lists = {key: list(group[key]) for key in ("params", "param_names") if isinstance(group.get(key), (list, tuple))}
+    return {**plain, **lists}
 
 
 def _refuse_blocking(problems: Iterable[Problem]) -> None:

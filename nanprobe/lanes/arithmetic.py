@@ -11,7 +11,7 @@ import torch
 from nanprobe.formats import NumberFormat, by_name
 from nanprobe.lanes.spec import ReplaySpec
 
-__all__ = ["Arithmetic", "arithmetic_of", "has_tf32", "subnormals_flushed"]
+__all__ = ["Arithmetic", "arithmetic_of", "flushes_subnormals", "has_tf32", "subnormals_flushed"]
 
 _FP8 = ("fp8-e4m3", "fp8-e5m2")
 
@@ -63,14 +63,18 @@ def arithmetic_of(spec: ReplaySpec, precision: str, *, is_reference: bool) -> Ar
     )
 
 
+def flushes_subnormals() -> bool:
+    """Whether this thread's CPU flushes subnormals now. There is no way to ask but to compute one."""
+    return float(torch.tensor([1e-39]) * 1.0) == 0.0
+
+
 @contextlib.contextmanager
 def subnormals_flushed(wanted: bool) -> Iterator[None]:
     """Have this thread's CPU flush FP32 and FP64 subnormals, operands and results, while the block runs."""
     if not wanted:
         yield
         return
-    # There is no way to ask but to compute one.
-    before = float(torch.tensor([1e-39]) * 1.0) == 0.0
+    before = flushes_subnormals()
     torch.set_flush_denormal(True)
     try:
         yield

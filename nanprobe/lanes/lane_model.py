@@ -145,7 +145,7 @@ def copy_model(
     keep_fp32: tuple[str, ...] = (),
     weights: Weights | None = None,
 ) -> LaneModel:
-    """Copy ``model`` for one lane; ``dtype`` converts it as ``model.to(dtype)`` does, None leaves it as it is.
+    """Copy ``model`` for one lane; ``dtype`` converts it as ``model.half()`` does, None leaves it as it is.
 
     Modules that match ``keep_fp32`` keep their original parameters and buffers. ``weights`` maps the state dict from
     its file afresh; it is called at most once, for weights that live in a file mapping. Attributes that cannot be
@@ -181,7 +181,9 @@ def copy_model(
     rebind_functions(model, lane, memo)
     split: dict[str, list[nn.Parameter]] = {}
     if dtype is not None:
-        lane.to(dtype)
+        # As half() and bfloat16() do, which leave complex numbers as they are; to() would drop their imaginary part.
+        convert: Any = lane._apply
+        convert(lambda t: t.to(dtype) if t.is_floating_point() else t)
         split = _restore_kept(model, lane, kept, fresh)
     return LaneModel(lane, kept, tuple(notes), split)
 

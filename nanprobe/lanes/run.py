@@ -20,7 +20,7 @@ from torch import nn
 
 from nanprobe.errors import NanprobeError
 from nanprobe.inputs.rng import RandomState, seed_all
-from nanprobe.lanes.arithmetic import has_tf32
+from nanprobe.lanes.arithmetic import flushes_subnormals, has_tf32
 from nanprobe.lanes.attention import written_out
 from nanprobe.lanes.baton import LaneThread
 from nanprobe.lanes.body import LaneRun
@@ -61,6 +61,7 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
     outer = ProcessState.capture()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     collecting = gc.get_threshold()
+    threads, flushing = torch.get_num_threads(), flushes_subnormals()
     stack = ExitStack()
     try:
         # What the caller is in the middle of is not for lanes; this thread copies models, and runs some lanes itself.
@@ -85,6 +86,9 @@ def _put_back(spec: ReplaySpec) -> Iterator[ProcessState]:
         stack.close()
         gc.set_threshold(*collecting)
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.set_flush_denormal(flushing)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         outer.install()
 
 

@@ -36,13 +36,13 @@ GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000
 class StepSpec:
     """What is done with the gradients: clipping to a total norm, an optimizer, and its state of before the step.
 
-    ``state`` is by the position of the parameter among those that require a gradient. ``scaler`` is the state of the
+    ``state`` is by the parameter's name. ``scaler`` is the state of the
     training run's gradient scaler, as ``GradScaler.state_dict()`` has it.
     """
 
     clip_grad_norm: float | None = None
     make: MakeOptimizer | None = None
-    state: Mapping[int, Mapping[str, Any]] | None = None
+    state: Mapping[str, Mapping[str, Any]] | None = None
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ def _step(named: Mapping[str, nn.Parameter], spec: StepSpec, make: MakeOptimizer
     before = {name: p.detach().clone() for name, p in named.items()}
     try:
         optimizer = make(parameters)
-        kept = _load(optimizer, spec.state, parameters) if spec.state else {}
+        kept = _load(optimizer, spec.state, named) if spec.state else {}
         with watch:
             optimizer.step()
     except Exception as error:  # the optimizer's own: unlike gradients, a state that does not fit
@@ -145,14 +145,14 @@ def _told(what: str, error: Exception) -> str:
 
 
 def _load(
-    optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], parameters: list[nn.Parameter]
+    optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], named: Mapping[str, nn.Parameter]
 ) -> dict[int, dict[str, Any]]:
     """Load the state that was saved, cast as PyTorch casts it; return copies of it by the identity of the parameter."""
     groups = optimizer.state_dict()["param_groups"]
     # Loading keeps the tensors that need no cast, and the step writes to them.
-    known = {number: map_tensors(torch.clone, dict(v)) for number, v in state.items() if number < len(parameters)}
+    known = {n: map_tensors(torch.clone, dict(state[name])) for n, name in enumerate(named) if name in state}
     optimizer.load_state_dict({"state": known, "param_groups": groups})
-    return {id(p): map_tensors(torch.clone, dict(optimizer.state[p])) for p in parameters if p in optimizer.state}
+    return {id(p): map_tensors(torch.clone, dict(optimizer.state[p])) for p in named.values() if p in optimizer.state}
 
 
 def _judged(

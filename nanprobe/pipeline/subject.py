@@ -140,7 +140,7 @@ def step_of(
         make, state = like_optimizer(live, model)
     elif settings.optimizer is not None:
         make = build_optimizer(settings.optimizer, folder)
-        state, note = optimizer_state(bundle.optimizer if bundle is not None else None, checkpoint, model)
+        state, note = optimizer_state(bundle.optimizer if bundle is not None else None, checkpoint, model, make)
     scaler = bundle.amp.get("scaler") if bundle is not None else None
     return (
         StepSpec(

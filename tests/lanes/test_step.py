@@ -412,6 +412,7 @@ def test_an_optimizer_that_refuses_sparse_gradients_is_quoted() -> None:
         (optimizer("Adam", lr=-1.0), r"`optimizer.kwargs`: Adam: .*[Ii]nvalid learning rate"),
         (optimizer("LBFGS"), r"needs a closure"),
         (optimizer("missing.py:Mine"), r"missing.py"),
+        (optimizer("torch.optim:Optimizer"), r"Optimizer"),
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_refused_in_one_line(spec: OptimizerSpec, message: str) -> None:
@@ -456,7 +457,7 @@ def test_the_state_of_a_bundle_is_stepped_from() -> None:
     ours.load_state_dict(theirs.state_dict())
     saved = copy.deepcopy(made.state_dict())
     kept = copy.deepcopy(saved)
-    state, note = optimizer_state(saved, None, ours)
+    state, note = optimizer_state(saved, None, ours, build_optimizer(optimizer("Adam")))
     assert note == "the optimizer state of the bundle was taken"
     with_gradients(theirs)
     made.step()
@@ -504,10 +505,82 @@ def test_state_that_does_not_fit_is_said_and_left_out() -> None:
     other(torch.ones(1, 3)).sum().backward()
     made = torch.optim.Adam(other.parameters())
     made.step()
-    state, note = optimizer_state(made.state_dict(), None, net())
+    state, note = optimizer_state(made.state_dict(), None, net(), build_optimizer(optimizer("Adam")))
     assert state is None
     assert note is not None
     assert "does not fit" in note
+
+
+class Branch(nn.Module):
+    """Three layers of one shape, of which the first is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))  # type: ignore[no-any-return]  # modules return Any
+
+
+def test_a_parameter_without_a_gradient_shifts_no_state() -> None:
+    model = Branch()
+    live = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 8)).sum().backward()
+    live.step()
+    saved = copy.deepcopy(live.state_dict())
+    state, _ = optimizer_state(saved, None, model, build_optimizer(optimizer("AdamW")))
+    assert state is not None
+    assert set(state) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    state["b.weight"]["exp_avg"].fill_(math.nan)
+    model.zero_grad()
+    model(torch.rand(4, 8)).sum().backward()
+    spec = StepSpec(make=build_optimizer(optimizer("AdamW")), state=state)
+    fact = take_step(model, spec, figures(model), scale=1.0, scaled=False)
+    assert [p.parameter for p in fact.parameters if p.bad] == ["b.weight"]
+
+
+def _without_moment(state: dict[str, Any]) -> None:
+    del state["state"][0]["exp_avg"]
+
+
+def _text(state: dict[str, Any]) -> None:
+    state["state"][0]["exp_avg"] = "none"
+
+
+def _wrong_step(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = "three"
+
+
+def _small(state: dict[str, Any]) -> None:
+    state["state"][0]["exp_avg"] = torch.zeros(1)
+
+
+def _unhashable(state: dict[str, Any]) -> None:
+    state["param_groups"] = [{"params": [[1], [2]]}]
+
+
+def _two_groups(state: dict[str, Any]) -> None:
+    state["param_groups"] = [{"params": [0, 2, 4]}, {"params": [1, 3, 5]}]
+
+
+@pytest.mark.parametrize("damage", [_without_moment, _text, _wrong_step, _small, _unhashable])
+def test_state_that_is_not_the_optimizers_is_left_out(damage: Any) -> None:
+    model = net()
+    saved = copy.deepcopy(adam_with_history(model).state_dict())
+    damage(saved)
+    state, note = optimizer_state(saved, None, model, build_optimizer(optimizer("Adam")))
+    assert state is None
+    assert note is not None
+    assert "does not fit" in note
+
+
+def test_groups_in_another_order_are_told_apart_or_left_out() -> None:
+    model = net()
+    saved = copy.deepcopy(adam_with_history(model).state_dict())
+    _two_groups(saved)
+    state, _ = optimizer_state(saved, None, model, build_optimizer(optimizer("Adam")))
+    for name, entry in (state or {}).items():
+        assert entry["exp_avg"].shape == dict(model.named_parameters())[name].shape
 
 
 def test_the_state_of_a_training_checkpoint_is_found(tmp_path: Path) -> None:
@@ -517,9 +590,11 @@ def test_the_state_of_a_training_checkpoint_is_found(tmp_path: Path) -> None:
     made = adam_with_history(model)
     path = tmp_path / "last.pt"
     torch.save({"model": model.state_dict(), "optimizer": made.state_dict(), "epoch": 3}, path)
-    state, note = optimizer_state(None, CheckpointSpec(path=path, given="last.pt"), model)
+    state, note = optimizer_state(
+        None, CheckpointSpec(path=path, given="last.pt"), model, build_optimizer(optimizer("Adam"))
+    )
     assert note == "the optimizer state of the checkpoint was taken"
     assert state is not None
     assert len(state) == 6
-    torch.testing.assert_close(state[0]["exp_avg"], made.state_dict()["state"][0]["exp_avg"])
-    assert float(state[0]["step"]) == 3.0
+    torch.testing.assert_close(state["0.weight"]["exp_avg"], made.state_dict()["state"][0]["exp_avg"])
+    assert float(state["0.weight"]["step"]) == 3.0

@@ -215,3 +215,65 @@ def test_modules_called_in_threads_of_the_models_own_do_not_wait_for_lanes(mode:
     hidden = report.record.coverage.outputs_not_inspected
     assert sorted(hidden) == ["a (called in a thread of the model's)", "b (called in a thread of the model's)"]
     assert report.record.coverage.never_visited == ("a", "b")
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as libraries for quantised and distributed tensors have them."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(value: Any) -> Any:
+            return value.held if isinstance(value, Wrapped) else value
+
+        result = func(*[bare(a) for a in args], **{k: bare(v) for k, v in (kwargs or {}).items()})
+        return Wrapped(result) if isinstance(result, Tensor) else result
+
+
+def test_a_tensor_that_wraps_another_is_not_looked_into() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        wrapped = Wrapped(m.layer(x).detach()) * 3e4
+        return wrapped.held * 3 + m.layer(x)  # type: ignore[no-any-return]  # modules return Any
+
+    model = Code(forward, layer=nn.Linear(8, 8))
+    report = nanprobe.replay(model, torch.ones(4, 8) * 1e2, dtype="fp16", mode="cast", backward=False)
+    assert report.precisions["fp16"].completed
+    assert any("Wrapped, not looked into" in note for note in report.record.conditions["notes"])
+
+
+def test_a_jagged_tensor_is_looked_into_by_its_values() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        jagged = torch.nested.nested_tensor([x[:2], x[2:3]], layout=torch.jagged)
+        return m.layer(jagged).values()  # type: ignore[no-any-return]  # modules return Any
+
+    report = nanprobe.replay(Code(forward, layer=nn.Linear(8, 8)), torch.randn(4, 8), dtype="fp16")
+    assert report.verdict == "clean"
+    assert measure(report, "layer", "fp16").elements >= 24
+
+
+def test_cast_leaves_complex_parameters_as_half_does() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return (m.layer(x).float() * m.turn).abs()  # type: ignore[no-any-return]  # modules return Any
+
+    model = Code(forward, layer=nn.Linear(4, 4), turn=nn.Parameter(torch.ones(4, dtype=torch.complex64) * 1j))
+    report = nanprobe.replay(model, torch.randn(2, 4), dtype="bf16", mode="cast")
+    assert report.verdict == "clean"
+
+
+def test_threads_and_flushing_that_a_model_changes_are_put_back() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        torch.set_flush_denormal(True)
+        torch.set_num_threads(3)
+        return m.layer(x)  # type: ignore[no-any-return]  # modules return Any
+
+    threads = torch.get_num_threads()
+    nanprobe.replay(Code(forward, layer=nn.Linear(4, 4)), torch.randn(2, 4), dtype="bf16")
+    assert torch.get_num_threads() == threads
+    assert float(torch.tensor([1e-39]) * 1.0) != 0.0
