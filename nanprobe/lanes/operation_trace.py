@@ -39,6 +39,7 @@ from nanprobe.lanes.literals import Literals
 from nanprobe.lanes.mirrors import Mirrors, weakly
 from nanprobe.lanes.operations import counted_in, look_at
 from nanprobe.lanes.plans import Plan, plan_of
+from nanprobe.lanes.products import is_product
 from nanprobe.lanes.trace import IN_LOSS, OperationFact, OperationRecord, Operations
 from nanprobe.numerics.stats import Difference, difference, is_finite, measure_against
 from nanprobe.out_of_memory import is_out_of_memory
@@ -348,7 +349,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return _to(tensor.detach() if mine is None else mine, torch.float64)
 
     def _wide(self, func: Any, plan: Plan, call: _Call) -> list[torch.Tensor] | None:
-        """Evaluate an operation on the shadows of its operands, in FP64 or, without such a kernel, in FP32."""
+        """Evaluate an operation on the shadows of its operands, in FP64 or, without such a kernel, in FP32.
+
+        Products with half results are summed in FP32: its rounding, 2^-24, is far below what is looked for, 2^-11 and
+        more, and FP64 products are half of what a trace costs.
+        """
         if plan.is_cast and not call.makers and _widens(call.outputs[0], call.args[0]):
             return [call.args[0]]
         mirrors: set[int] = set()
@@ -369,7 +374,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if held:
             args, kwargs = _as_held((args, kwargs), call.outputs[0].dtype)
         results = None
-        if id(func) not in self._narrow:
+        if not call.targets and held is None and call.outputs[0].dtype in _HALF and is_product(func):
+            results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float32), torch.float32)
+            if results is not None and not all(is_finite(r) for r in results):
+                results = None  # beyond FP32 or bad in itself: FP64 tells
+        if results is None and id(func) not in self._narrow:
             results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float64), torch.float64)
         if results is None and not call.targets:
             results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float32), torch.float32)

@@ -96,6 +96,12 @@ _LACKS = re.compile(r"not implemented for '(Half|BFloat16)'|not (?:supported|imp
 """How PyTorch says that an operation has no kernel for a dtype."""
 
 
+@functools.cache
+def is_product(func: Any) -> bool:
+    """Whether a dispatched operation is a matrix product, a convolution or attention, or the backward of one."""
+    return func in dict(_ways())
+
+
 class Products:
     """Runs the products of one low-precision lane, and counts them by operation."""
 
