@@ -56,12 +56,14 @@ def _place(bad: FirstBad) -> tuple[str, int] | None:
 
 
 def with_operations(
-    diagnosis: LaneDiagnosis, operations: Operations, *, backward: BackwardOrigin | None
+    diagnosis: LaneDiagnosis, operations: Operations, *, backward: BackwardOrigin | None, drift: Drift | None = None
 ) -> LaneDiagnosis:
     """Return the diagnosis with the operation and its mechanism at every origin where one was found.
 
     An origin that merely failed on -Inf, of which no row was masked, moves to the first operation of the forward pass
     that made -Inf of finite operands by arithmetic. ``backward`` is where a good gradient turned bad.
+    ``drift`` is where the digits of a divergence were lost: an Inf that was made elsewhere and absorbed is not to
+    blame.
     """
     earlier = operations.first_in(("", 0))
 
@@ -91,7 +93,8 @@ def with_operations(
         dataclasses.replace(fault, first_bad=named(fault.first_bad)) if fault.stored is None else fault
         for fault in diagnosis.faults
     )
-    hidden = _hidden_overflow(diagnosis, operations)
+    elsewhere = drift is not None and drift.origin is not None and drift.mechanism != "overflow"
+    hidden = None if elsewhere else _hidden_overflow(diagnosis, operations)
     return dataclasses.replace(diagnosis, faults=(*faults, hidden) if hidden is not None else faults)
 
 

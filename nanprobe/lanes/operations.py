@@ -85,7 +85,7 @@ def look_at(
         exact_known=exact is not None,
         operand_zero=any(s.zero for s in stats),
         operand_inf=holds_inf,
-        masked_rows=_masked_rows(operands, bad) if holds_inf and result.nan else 0,
+        masked_rows=_masked_rows(operands, bad) if holds_inf and result.nan and not _multiplies(name) else 0,
         of_mask=any(t.dim() > 0 and bool(((t == 0) | (t == 1)).all()) for t in operands),
         no_elements=any(t.numel() == 0 for t in operands),
         on_purpose=places and from_literal and not result.nan,
@@ -128,6 +128,12 @@ def _absmax(values: torch.Tensor) -> float | None:
 def _row_survives(bad: torch.Tensor) -> bool:
     """Whether every row (last dimension) that holds -Inf keeps a finite element, as a mask's rows should."""
     return bad.dim() > 0 and bool(torch.isfinite(bad).any(dim=-1).all())
+
+
+def _multiplies(name: str) -> bool:
+    """Whether an operation makes NaN of an Inf by a zero that it is multiplied with, whatever else is in its row."""
+    base = name.rpartition(".")[2].rstrip("_")
+    return base in ("mul", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "convolution", "addcmul", "lerp")
 
 
 def _masked_rows(operands: Sequence[torch.Tensor], bad: torch.Tensor) -> int:

@@ -50,7 +50,7 @@ def to_operations(spec: ReplaySpec, lane: LaneTrace, diagnosis: LaneDiagnosis) -
         if stretch is None or _accounts_for(drift, divergence):
             break
     seen = _with_constants(spec, name, stretch, seen, diagnosis)
-    named = with_operations(diagnosis, seen, backward=lane.backward_origin)
+    named = with_operations(diagnosis, seen, backward=lane.backward_origin, drift=drift)
     if drift is not None:
         named = with_drift(named, drift)
     elif divergence is not None and divergence.phase == "forward" and seen.whole and seen.records and not seen.notes:
