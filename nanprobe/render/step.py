@@ -10,6 +10,10 @@ from nanprobe.render.lookup import spoken
 __all__ = ["step_lines"]
 
 
+_WORTH_TELLING = 0.01
+"""Share of the updates that are lost from which they are told."""
+
+
 def step_lines(report: ReplayReport, ink: Ink) -> list[str]:
     """Return one line for each precision, if gradients were clipped or stepped on or a loss scale was looked for."""
     steps = {name: result.step for name, result in report.precisions.items() if result.step is not None}
@@ -33,7 +37,7 @@ def _words(step: Step, ink: Ink) -> list[str]:
         words.append("a gradient scaler skips the step")
     elif step.taken:
         words.append(f"the step changes {numbers.of(step.changed, step.elements)}")
-        if step.lost:
+        if step.lost >= _WORTH_TELLING * step.moved > 0:
             words.append(f"{step.lost:,} of {step.moved:,} updates are lost to rounding")
     if step.next_scale is not None and step.loss_scale is not None:
         same = step.next_scale == step.loss_scale
@@ -59,7 +63,7 @@ def _share(share: float) -> str:
 def _window(window: tuple[float, ...], share: float | None) -> str:
     lost = f"more than {share:.0%} of the gradient elements" if share is not None else "gradient elements"
     if not window:
-        return f"no loss scale neither overflows nor loses {lost}"
+        return f"no loss scale serves: each overflows or loses {lost}"
     low, high = window[0], window[-1]
     if low == high:
         return f"loss scale {low:,.0f} serves, and no other power of two"

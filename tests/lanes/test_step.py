@@ -598,3 +598,11 @@ def test_the_state_of_a_training_checkpoint_is_found(tmp_path: Path) -> None:
     assert len(state) == 6
     torch.testing.assert_close(state["0.weight"]["exp_avg"], made.state_dict()["state"][0]["exp_avg"])
     assert float(state["0.weight"]["step"]) == 3.0
+
+
+def test_lost_updates_are_told_where_there_are_enough() -> None:
+    lines = replay(large_weights(), batch(), "bf16", mode="cast", optimizer=optimizer("AdamW", lr=1e-5)).render()
+    assert "are lost to rounding" in " ".join(lines.split())
+    quiet = replay(net(), batch(), "bf16", optimizer=optimizer("AdamW", lr=1e-3)).render()
+    assert "lost to rounding" not in quiet
+    assert "the step changes" in quiet
