@@ -24,7 +24,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +32,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanprobe.lanes.backward import NodeWatch, forward_operation
 from nanprobe.lanes.callers import public_function
+from nanprobe.lanes.calls import (
+    WITH_DRAWS,
+    Call,
+    absorbed_share,
+    as_held,
+    converted,
+    copied,
+    first_of,
+    gives_back,
+    is_number,
+    memory_of,
+    norms_of,
+    operands_before,
+    operands_of,
+    rounded_constants,
+    widens,
+)
 from nanprobe.lanes.exact import evaluated, floating, off_the_record
 from nanprobe.lanes.lineage import Lineage
 from nanprobe.lanes.literals import Literals
@@ -41,7 +57,7 @@ from nanprobe.lanes.operations import counted_in, look_at
 from nanprobe.lanes.plans import Plan, plan_of
 from nanprobe.lanes.products import is_product
 from nanprobe.lanes.trace import IN_LOSS, OperationFact, OperationRecord, Operations
-from nanprobe.numerics.stats import Difference, difference, is_finite, measure_against
+from nanprobe.numerics.stats import difference, is_finite, measure_against
 from nanprobe.out_of_memory import is_out_of_memory
 
 __all__ = ["NOTHING_HELD", "OperationTrace", "Stretch"]
@@ -206,7 +222,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if types:  # a tensor that wraps others; what it does inside is its own
             self._notes[f"{plan.name} (on {types[0].__name__}, not looked into)"] += 1
             return func(*args, **kwargs)
-        call = _Call(args, kwargs, plan.repeats(args, kwargs))
+        call = Call(args, kwargs, plan.repeats(args, kwargs))
         if plan.writes:
             with off_the_record():
                 self._before_writing(plan, call)
@@ -228,7 +244,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if node is not None and node.name().endswith("AccumulateGrad"):
             self._mirrors.forget(tensor)
 
-    def _look_if_possible(self, func: Any, plan: Plan, call: _Call) -> None:
+    def _look_if_possible(self, func: Any, plan: Plan, call: Call) -> None:
         """Look at an operation; where its tensors cannot be looked into, take its result as exact and say so."""
         try:
             self._look(func, plan, call)
@@ -239,19 +255,19 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             for output in call.outputs:
                 self._mirrors.forget(output)
 
-    def _before_writing(self, plan: Plan, call: _Call) -> None:
+    def _before_writing(self, plan: Plan, call: Call) -> None:
         """Keep what an operation will write over, and get the mirrors ready that it will write to."""
         args, kwargs = call.args, call.kwargs
         call.before = (
-            tuple(_copied(a) if n in plan.written else a for n, a in enumerate(args)),
-            {key: _copied(value) if key in plan.outs else value for key, value in kwargs.items()},
+            tuple(copied(a) if n in plan.written else a for n, a in enumerate(args)),
+            {key: copied(value) if key in plan.outs else value for key, value in kwargs.items()},
         )
         call.outputs = floating(
             [*(args[n] for n in plan.written if n < len(args)), *(kwargs.get(key) for key in plan.outs)]
         )
         if not self._shadowing:
             return
-        call.makers = self._makers(_operands(plan, (args, kwargs)))
+        call.makers = self._makers(operands_of(plan, (args, kwargs)))
         if call.again:
             held = len(self.records) in self._held
             for position, output in enumerate(call.outputs):
@@ -263,11 +279,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _makers(self, operands: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(m for m in map(self._mirrors.maker, operands) if m is not None))
 
-    def _look(self, func: Any, plan: Plan, call: _Call) -> None:
-        if not plan.writes and _gives_back(call):
+    def _look(self, func: Any, plan: Plan, call: Call) -> None:
+        if not plan.writes and gives_back(call):
             return  # a view, whatever its schema says
         outputs = call.outputs
-        call.operands = _operands(plan, call.before)
+        call.operands = operands_of(plan, call.before)
         if not self._shadowing:
             bad = next((o for o in outputs if not is_finite(o)), None)
             self._follow(func, plan, call, bad, self._place() if bad is not None else None)
@@ -293,10 +309,10 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     # -- shadows ---------------------------------------------------------------------------------------------------
 
-    def _widened_exactly(self, plan: Plan, call: _Call) -> bool:
+    def _widened_exactly(self, plan: Plan, call: Call) -> bool:
         """Record a cast to a wider format, which changes no value, without looking at any; False when it is no such."""
         source, output = call.args[0], call.outputs[0]
-        if len(call.makers) != 1 or not _widens(source, output):
+        if len(call.makers) != 1 or not widens(source, output):
             return False
         made = self.records[call.makers[0]]
         if made.elements != source.numel() or made.bad or made.note is not None:
@@ -316,18 +332,18 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         )
         return True
 
-    def _put(self, call: _Call, output: torch.Tensor, shadow: torch.Tensor, order: int) -> None:
+    def _put(self, call: Call, output: torch.Tensor, shadow: torch.Tensor, order: int) -> None:
         """Keep a shadow; one that is an operand itself, which was cast, is borrowed."""
         if call.args and shadow is call.args[0] and self._mirrors.borrow(output, shadow, order):
             return
-        self._mirrors.put(output, _to(shadow.detach(), torch.float64), order)
+        self._mirrors.put(output, converted(shadow.detach(), torch.float64), order)
 
-    def _shadows(self, func: Any, plan: Plan, call: _Call) -> tuple[list[torch.Tensor] | None, str | None]:
+    def _shadows(self, func: Any, plan: Plan, call: Call) -> tuple[list[torch.Tensor] | None, str | None]:
         """Return what each output would be exactly, and a note; None where the actual values count as exact.
 
         Outputs that were written to have their mirrors written to; the shadows are then those mirrors.
         """
-        draw = _WITH_DRAWS.get(func)
+        draw = WITH_DRAWS.get(func)
         if draw is not None:
             return draw(self._widened(call.args[0]), call), None
         exact = self._wide(func, plan, call) if call.again else None
@@ -346,15 +362,15 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         mine = self._mirrors.of(tensor)
-        return _to(tensor.detach() if mine is None else mine, torch.float64)
+        return converted(tensor.detach() if mine is None else mine, torch.float64)
 
-    def _wide(self, func: Any, plan: Plan, call: _Call) -> list[torch.Tensor] | None:
+    def _wide(self, func: Any, plan: Plan, call: Call) -> list[torch.Tensor] | None:
         """Evaluate an operation on the shadows of its operands, in FP64 or, without such a kernel, in FP32.
 
         Products with half results are summed in FP32: its rounding, 2^-24, is far below what is looked for, 2^-11 and
         more, and FP64 products are half of what a trace costs.
         """
-        if plan.is_cast and not call.makers and _widens(call.outputs[0], call.args[0]):
+        if plan.is_cast and not call.makers and widens(call.outputs[0], call.args[0]):
             return [call.args[0]]
         mirrors: set[int] = set()
 
@@ -362,17 +378,17 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             target = call.targets.get(id(tensor))
             if target is not None:
                 return target
-            if not _is_number(tensor):
+            if not is_number(tensor):
                 return tensor.detach()
             mine = self._mirrors.of(tensor) if held is None else None
-            exact = _to(tensor.detach() if mine is None else mine, dtype)
-            mirrors.add(_memory(exact))
+            exact = converted(tensor.detach() if mine is None else mine, dtype)
+            mirrors.add(memory_of(exact))
             return exact
 
         args, kwargs = call.args, call.kwargs
         held = self._held.get(len(self.records))
         if held:
-            args, kwargs = _as_held((args, kwargs), call.outputs[0].dtype)
+            args, kwargs = as_held((args, kwargs), call.outputs[0].dtype)
         results = None
         if not call.targets and held is None and call.outputs[0].dtype in _HALF and is_product(func):
             results = evaluated(func, args, kwargs, lambda t: shadow(t, torch.float32), torch.float32)
@@ -388,9 +404,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return None
         if call.targets:
             return list(call.targets.values())
-        return [r.clone() if _memory(r) in mirrors else _to(r, torch.float64) for r in results]
+        return [r.clone() if memory_of(r) in mirrors else converted(r, torch.float64) for r in results]
 
-    def _locally(self, func: Any, plan: Plan, call: _Call) -> list[torch.Tensor] | None:
+    def _locally(self, func: Any, plan: Plan, call: Call) -> list[torch.Tensor] | None:
         """Evaluate an operation on its actual operands; None where these are exact, so that the error is its own."""
         if not self._local_error or not call.again or all(self.records[maker].error == 0 for maker in call.makers):
             return None
@@ -398,10 +414,10 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         copies: dict[int, torch.Tensor] = {}
 
         def actual(tensor: torch.Tensor) -> torch.Tensor:
-            if not _is_number(tensor):
+            if not is_number(tensor):
                 return tensor.detach()
             if id(tensor) not in copies:
-                copies[id(tensor)] = _to(tensor.detach(), wide)
+                copies[id(tensor)] = converted(tensor.detach(), wide)
             return copies[id(tensor)]
 
         results = evaluated(func, call.before[0], call.before[1], actual, wide)
@@ -414,7 +430,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _record(
         self,
         plan: Plan,
-        call: _Call,
+        call: Call,
         place: dict[str, Any],
         output: torch.Tensor,
         shadow: torch.Tensor | None,
@@ -427,7 +443,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             stats, diff = measure_against(output, shadow)
             bad = stats.bad
             if diff is not None:
-                size, error = _norms(output, shadow, diff, bad)
+                size, error = norms_of(output, shadow, diff, bad)
                 flushed, wrong = diff.flushed, diff.wrong
         elif not is_finite(output):
             bad = output.numel()
@@ -436,9 +452,9 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if alone is not None:
                 diff = measure_against(output, alone)[1] if flushed else difference(output, alone)
                 underflowed = diff.flushed if diff is not None else 0
-                local = _norms(output, alone, diff, bad)[1] if diff is not None else None
+                local = norms_of(output, alone, diff, bad)[1] if diff is not None else None
         if plan.is_sum and local:
-            absorbed = _absorbed(call.operands, local)
+            absorbed = absorbed_share(call.operands, local)
         return dataclasses.replace(
             self._blank(plan, call, place, output),
             size=size,
@@ -450,11 +466,11 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             bad=bad,
             absorbed=absorbed,
             of_integers=plan.is_cast and not call.args[0].dtype.is_floating_point,
-            rounded=_rounded(call, output.dtype) if plan.has_bounds else (),
+            rounded=rounded_constants(call, output.dtype) if plan.has_bounds else (),
             note=note,
         )
 
-    def _blank(self, plan: Plan, call: _Call, place: dict[str, Any], output: torch.Tensor) -> OperationRecord:
+    def _blank(self, plan: Plan, call: Call, place: dict[str, Any], output: torch.Tensor) -> OperationRecord:
         """Return a record that says where an operation ran and on what, without any figures."""
         forward = place["forward_op"]
         backward = place["phase"] == "backward"
@@ -476,7 +492,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self,
         func: Any,
         plan: Plan,
-        call: _Call,
+        call: Call,
         bad: torch.Tensor | None,
         place: dict[str, Any] | None,
         record: int | None = None,
@@ -504,16 +520,16 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if origin is not None:
             for output in call.outputs:
                 if output.layout is torch.strided and not is_finite(output):
-                    self._tainted[_memory(output)] = (weakly(output), origin)
+                    self._tainted[memory_of(output)] = (weakly(output), origin)
 
-    def _origin_of(self, call: _Call) -> int | None:
+    def _origin_of(self, call: Call) -> int | None:
         """Return the origin of the non-finite values among the operands, None when there are none.
 
         One that was no purpose goes before one that was.
         """
         placed = None
-        for tensor, before in _operands_before(call):
-            entry = self._tainted.get(_memory(tensor))
+        for tensor, before in operands_before(call):
+            entry = self._tainted.get(memory_of(tensor))
             if entry is not None and not is_finite(before):
                 if not self.facts[entry[1]].on_purpose:
                     return entry[1]
@@ -521,7 +537,7 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return placed
 
     def _completed(
-        self, fact: OperationFact, plan: Plan, call: _Call, bad: torch.Tensor, place: dict[str, Any]
+        self, fact: OperationFact, plan: Plan, call: Call, bad: torch.Tensor, place: dict[str, Any]
     ) -> OperationFact:
         parameter = self._parameters.get(id(call.args[0])) if plan.is_cast else None
         counted = counted_in(bad)
@@ -537,13 +553,13 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             class_=place["class_"],
             inside=place["inside"],
             sequence=place["sequence"],
-            index=_first_of(counted) if strided else None,
+            index=first_of(counted) if strided else None,
             samples=self._lineage.samples(bad, counted) if of_samples else None,
             literal=self._literals.equal(fact.exact_absmax, call.operands) if plan.moves else None,
             made_zero=self._made_zero(call) if fact.operand_zero and self._shadowing else None,
         )
 
-    def _made_zero(self, call: _Call) -> str | None:
+    def _made_zero(self, call: Call) -> str | None:
         """Return the operation that flushed elements of an operand to zero, None when none of them was flushed."""
         todo = [m for m in call.makers if self.records[m].flushed]
         while todo:
@@ -553,139 +569,3 @@ class OperationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if not todo:
                 return record.op or record.parameter
         return None
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One operation: its arguments, whether it can be evaluated ``again``, and what is known of it.
-
-    ``before`` are the arguments as they were before it wrote to any of them. ``operands`` are the floating tensors it
-    reads, as they were before; ``makers`` the records that made them. ``outputs`` are the floating results among its
-    ``result``, ``targets`` the mirrors of those that it writes to, by identity.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    again: bool
-    before: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    operands: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    makers: tuple[int, ...] = ()
-    targets: dict[int, torch.Tensor] = field(default_factory=dict)
-    result: Any = None
-
-    def __post_init__(self) -> None:
-        self.before = (self.args, self.kwargs)
-
-
-def _first_of(where: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first element that is true, None when there is none."""
-    flat = where.reshape(-1)
-    first = int(flat.to(torch.uint8).argmax()) if flat.numel() else -1
-    if first < 0 or not bool(flat[first]):
-        return None
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), where.shape)) if where.dim() else ()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return [_copied(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _operands(plan: Plan, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
-    """Return the floating tensors that an operation reads: not those that it only writes to."""
-    args, kwargs = call
-    if plan.reads:
-        return floating(call)
-    return floating(
-        [
-            *(a for n, a in enumerate(args) if n not in plan.written),
-            *(value for key, value in kwargs.items() if key not in plan.outs),
-        ]
-    )
-
-
-def _operands_before(call: _Call) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each operand with what it was before the operation ran."""
-    now, before = floating((call.args, call.kwargs)), floating(call.before)
-    read = {id(t) for t in call.operands}
-    return [(tensor, earlier) for tensor, earlier in zip(now, before, strict=True) if id(earlier) in read]
-
-
-def _gives_back(call: _Call) -> bool:
-    """Whether a result lies in the memory of an operand."""
-    given = {_memory(t) for t in floating((call.args, call.kwargs)) if t.numel()}
-    return any(_memory(output) in given for output in call.outputs if output.numel())
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    return (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and not tensor.is_nested
-
-
-def _dropped(exact: torch.Tensor, call: _Call) -> list[torch.Tensor]:
-    """Return the shadow of ``native_dropout``: the same elements dropped, the others scaled."""
-    share, training = float(call.args[1]), call.args[2] is None or bool(call.args[2])
-    if not training:
-        return [exact.clone()]
-    kept = call.result[1]
-    return [exact * kept / (1 - share)] if share < 1 else [torch.zeros_like(exact)]
-
-
-_WITH_DRAWS: dict[Any, Callable[[torch.Tensor, _Call], list[torch.Tensor]]] = {
-    torch.ops.aten.native_dropout.default: _dropped
-}
-"""Random operations whose draw is among their results, so that the shadow can take it."""
-
-
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a real or complex tensor in the width of ``dtype``."""
-    if tensor.dtype.is_complex:
-        return tensor.to(torch.complex128 if dtype is torch.float64 else torch.complex64)
-    return tensor.to(dtype)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def _widens(output: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether ``output`` is a narrower copy of a tensor in FP32, which can then stand for its shadow."""
-    return source.dtype in (torch.float32, torch.float64) and output.dtype.itemsize < source.dtype.itemsize
-
-
-def _norms(output: torch.Tensor, shadow: torch.Tensor, diff: Difference, bad: int) -> tuple[float, float]:
-    """Return the 2-norms of the shadow and of the error, infinite where the output is bad and the shadow is not."""
-    size, error = math.sqrt(diff.reference_squares), math.sqrt(diff.error_squares)
-    if bad and bool((torch.isfinite(shadow) & ~torch.isfinite(output)).any()):
-        error = math.inf
-    return size, error
-
-
-def _absorbed(operands: list[torch.Tensor], local: float) -> float | None:
-    """Return the share of the smaller of two operands, by 2-norm, that their sum lacks; None where it is not small."""
-    if len(operands) != 2 or operands[0].dtype is not operands[1].dtype:
-        return None
-    norms = [float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64)) for t in operands]
-    smaller, larger = min(norms), max(norms)
-    return local / smaller if 0 < smaller < larger and math.isfinite(larger) else None
-
-
-def _as_held(call: tuple[tuple[Any, ...], dict[str, Any]], dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the arguments of a call with their float constants as a format holds them."""
-
-    def held(value: Any) -> Any:
-        return float(torch.tensor(value, dtype=torch.float64).to(dtype)) if isinstance(value, float) else value
-
-    return tuple(map(held, call[0])), {key: held(value) for key, value in call[1].items()}
-
-
-def _rounded(call: _Call, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
-    """Return the float constants of a call that a format cannot hold, with what it holds instead."""
-    pairs = []
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, float) and math.isfinite(value) and dtype.is_floating_point:
-            held = float(torch.tensor(value, dtype=torch.float64).to(dtype))
-            if held != value:
-                pairs.append((value, held))
-    return tuple(pairs)

@@ -59,7 +59,6 @@ def take_step(
     norms = [g.norm for g in measured.values() if g.norm is not None]
     fact = StepFact(
         gradient_norm=math.sqrt(sum(norm * norm for norm in norms)) if finite and norms else None,
-        elements=elements,
         zero_share=sum(g.zero for g in measured.values()) / elements if elements else 0.0,
         finite=finite,
         skipped=scaled and not finite,
@@ -116,7 +115,6 @@ def _clip(named: Mapping[str, nn.Parameter], limit: float, fact: StepFact) -> St
         clip_coefficient=min(1.0, limit / (norm + 1e-6)) if not math.isnan(norm) else math.nan,
         norm_origin=watch.origin if not math.isfinite(norm) else None,
         cleared=not math.isfinite(norm) and all(not bool(torch.count_nonzero(torch.nan_to_num(g))) for g in gradients),
-        dtype=str(gradients[0].dtype).removeprefix("torch."),
     )
 
 

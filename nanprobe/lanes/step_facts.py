@@ -63,14 +63,13 @@ class StepFact:
     """One lane's way from the gradients to the changed parameters.
 
     ``gradient_norm`` is the 2-norm of the unscaled gradients in FP64, ``total_norm`` what clipping computed in the
-    gradients' ``dtype``. ``skipped`` says that a gradient scaler skips the step for non-finite gradients; ``cleared``
+    gradients' own dtype. ``skipped`` says that a gradient scaler skips the step for non-finite gradients; ``cleared``
     that a non-finite norm made every gradient zero. ``refused`` are FP16 parameters whose gradients a gradient scaler
     does not unscale. ``loss_scale`` and ``next_scale`` are None without a scaler. ``error`` is what clipping or the
     step raised.
     """
 
     gradient_norm: float | None
-    elements: int
     zero_share: float
     finite: bool
     skipped: bool
@@ -81,7 +80,6 @@ class StepFact:
     clip_coefficient: float | None = None
     norm_origin: StepOrigin | None = None
     cleared: bool = False
-    dtype: str | None = None
     stepped: bool = False
     origin: StepOrigin | None = None
     parameters: tuple[ParameterStep, ...] = ()
